@@ -1,0 +1,22 @@
+"""Freed memory stays with the process: on CPUs, glibc otherwise gives large blocks back and faults them in again.
+
+An update frees and allocates the same activations over and over. Measured by `benchmarks/executions.py --allocator default`,
+retained graphs lose their whole advantage to page faults without this.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # names of mallopt(3)
+_LARGEST_MMAP_THRESHOLD = 32 << 20  # glibc accepts no more on 64-bit systems
+
+
+def keep_freed_memory() -> bool:
+    """Ask glibc not to return freed memory to the system until exit. False where there is no glibc."""
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    libc = ctypes.CDLL(None)
+    kept = libc.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+    return bool(kept and libc.mallopt(_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD))

@@ -1,0 +1,114 @@
+"""Metrics: what each logged number means, where it is written, and the stopwatch behind the times."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+PHASES = ("sampling", "decoding", "reward", "backward", "optimizer")
+
+METRICS: dict[str, str] = {
+    "kind": "`update` for one optimizer step, `evaluation` for one pass over held-out prompts",
+    "update": "optimizer steps taken when the line was written; evaluation 0 is before training",
+    "wall_s": "wall-clock seconds of training so far, evaluations and checkpoints included, over all resumed sessions",
+    "forwards": "rows of transformer forward calls spent on training so far (guidance doubles the rows; evaluation excluded)",
+    "saved_forwards": "rows of second forward calls that native recomputation would have spent on top, so far",
+    "score_mean": "mean reward over the trajectories (update) or images (evaluation)",
+    "score_spread": "mean over groups of the population std of the reward inside the group",
+    "success_rate": "share of images whose reward reaches `evaluation.success_at`",
+    "dead_groups": "groups whose rewards are all equal; they contribute no gradient",
+    "sampling_s": "seconds of denoising in the update; under retain and reweight with the graph, under reweight with its backward",
+    "decoding_s": "seconds between the last denoising step and the decoded images",
+    "reward_s": "seconds of reward and advantages",
+    "backward_s": "seconds of accumulating the gradient; under recompute with the second forward",
+    "optimizer_s": "seconds of clipping and the optimizer step",
+    "execution": "the execution that produced this update's gradient (later updates on a rollout are `recompute`)",
+    "loss": "value of the objective at the update's log-probs",
+    "ratio_mean": "mean of exp(s·(ℓ − ℓ_old)) over events; exactly 1 on the first update of a rollout",
+    "ratio_min": "smallest such ratio",
+    "ratio_max": "largest such ratio",
+    "clip_fraction": "share of events whose gradient the clip removes",
+    "approx_kl": "mean of r − 1 − ln r over events, with the objective's scale s inside r",
+    "grad_norm": "global L2 norm of the gradient before clipping",
+    "step_norm": "L2 norm of the change of the trainable parameters by this update",
+    "learning_rate": "learning rate of this update",
+    "peak_rss_mib": "highest resident memory of the process so far, MiB",
+    "n": "images in the evaluation",
+    "stderr": "standard error of success_rate, √(p(1−p)/n)",
+    "diversity": "mean over prompts of the mean pairwise RMS pixel difference between the prompt's images, pixels in [0, 1]",
+    "evaluation_s": "seconds of the evaluation",
+}
+
+
+class Log:
+    """``metrics.jsonl``: one JSON object a line, every key defined in `METRICS`, flushed as it is written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, **values: float | int | str) -> None:
+        unknown = set(values) - set(METRICS)
+        assert not unknown, f"metrics without a definition: {unknown}"
+        with self.path.open("a") as file:
+            file.write(json.dumps(values) + "\n")
+
+    def rewind(self, update: int) -> None:
+        """Forget lines written after `update` (a resumed run writes them again)."""
+        kept = [line for line in self.read() if line["update"] <= update]
+        self.path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+
+    def read(self) -> list[dict[str, Any]]:
+        """All complete lines; a last line cut short by a kill is left out."""
+        if not self.path.exists():
+            return []
+        lines = self.path.read_text().split("\n")
+        return [json.loads(line) for line in lines[:-1]]
+
+
+class Stopwatch:
+    """Seconds per phase of one update."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - start
+
+    def columns(self) -> dict[str, float]:
+        return {f"{name}_s": round(value, 6) for name, value in self.seconds.items()}
+
+
+class PeakMemory:
+    """Highest resident memory of the process inside the block, MiB, by the kernel's high-water mark (Linux)."""
+
+    mib: float | None = None
+
+    def __enter__(self) -> PeakMemory:
+        if _STATUS.exists():
+            Path("/proc/self/clear_refs").write_text("5")  # resets the mark to the current size
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if _STATUS.exists():
+            marks = [line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM")]
+            self.mib = int(marks[0].split()[1]) / 1024
+
+
+_STATUS = Path("/proc/self/status")
+
+
+def peak_rss_mib() -> float:
+    """Highest resident memory of this process so far, MiB (the kernel counts KiB on Linux, bytes on macOS)."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (1 << 20) if sys.platform == "darwin" else peak / (1 << 10)

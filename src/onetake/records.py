@@ -1,0 +1,106 @@
+"""What flows between the layers, and the shape legend of the whole package.
+
+N trajectories, G group size (trajectories of one prompt), B trajectories of one micro-batch, P groups of an update,
+T denoising steps, K selected events, D latent dimensions. A suffix such as ``x_ND`` spells a shape in dense maths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+from torch import Tensor
+
+
+class Config(BaseModel):
+    """A strategy object that is its own configuration: immutable, strict, and unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def _name_to_kind(value: Any) -> Any:
+    return {"kind": value} if isinstance(value, str) else value
+
+
+NAMED = BeforeValidator(_name_to_kind)
+"""Lets a choice be written by its name alone: ``execution: retain`` means ``execution: {kind: retain}``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Address:
+    """Names a piece of randomness by content, so that its value depends on nothing else (see `noise`)."""
+
+    seed: int
+    stream: str  # "train" or "evaluation": the two never share noise
+    update: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """B trajectories of one group, sampled by one call of the policy.
+
+    Groups are identified by their index in the update, never by their text: equal prompts stay separate groups.
+    """
+
+    address: Address
+    group: int  # index of the group in the update
+    prompt_index: int  # index of the prompt in the task's list
+    prompt: str
+    samples: tuple[int, ...]  # (B,) indices inside the group
+    stochastic: Tensor  # (B, T) bool: which transitions are drawn (and trained); the others are ODE steps
+    weight: Tensor  # (T,) float64: known factor of each event's gradient (1, or Flash-GRPO's rectification)
+    shared_start: bool = False  # all samples of the group start from the same noise
+
+    @property
+    def events(self) -> list[int]:
+        """Indices of events that are stochastic for at least one row."""
+        return self.stochastic.any(0).nonzero().flatten().tolist()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transition:
+    """Event k of a micro-batch: x_k → x_{k+1} ~ N(mean, std²), scored under the current weights.
+
+    ``log_prob`` (B,) is in nats, summed over dims, float32 or wider, and 0 in rows where the event is not stochastic.
+    It carries a graph when the model ran with gradients. ``sample`` and ``action`` are exactly what the model saw and
+    what the next step will see, in their storage dtype. ``velocity`` is what the model answered, without graph.
+    """
+
+    index: int
+    rows: Tensor  # (B,) bool
+    sample: Tensor  # x_k (B, ...)
+    action: Tensor  # x_{k+1} (B, ...)
+    velocity: Tensor  # (B, ...)
+    log_prob: Tensor  # (B,)
+    std: float
+
+    @property
+    def dims(self) -> int:
+        """D, the number of latent dimensions of one trajectory."""
+        return self.action[0].numel()
+
+    def detached(self) -> Transition:
+        return replace(self, log_prob=self.log_prob.detach())
+
+
+@dataclass(kw_only=True)
+class Rollout:
+    """The trajectories of one update, micro-batch by micro-batch; rewards and advantages arrive after sampling."""
+
+    batches: list[MicroBatch]
+    transitions: list[list[Transition]]  # per micro-batch, events ascending, without graphs
+    outputs: list[Tensor]  # per micro-batch, what the reward sees (B, ...)
+    version: int  # of the policy that sampled it
+    rewards: Tensor | None = None  # (P, G)
+    advantages: Tensor | None = None  # (P, G)
+
+    @property
+    def event_count(self) -> int:
+        """Events of all trajectories, the normaliser of every objective."""
+        return sum(int(batch.stochastic.sum()) for batch in self.batches)
+
+    def advantage(self, batch: MicroBatch) -> Tensor:
+        """(B,) advantages of one micro-batch."""
+        assert self.advantages is not None, "advantages are set after the reward"
+        return self.advantages[batch.group, list(batch.samples)]

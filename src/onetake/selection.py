@@ -1,0 +1,123 @@
+"""Selections: which transitions of which trajectory are stochastic and trained. The last step never is.
+
+Each is a pure function of the seed and the update, so every rank draws the same choice without communication.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from onetake.noise import choice
+from onetake.records import NAMED, Address, Config
+
+
+class All(Config):
+    """Every step but the last (Flow-GRPO)."""
+
+    kind: Literal["all"] = "all"
+
+    def problem(self, steps: int) -> str | None:
+        return (
+            None
+            if steps >= 2
+            else f"policy.steps: {steps} leaves no event to train (the last step never is); use 2 or more"
+        )
+
+    def mask(self, *, groups: int, group_size: int, steps: int, address: Address) -> Tensor:
+        mask = torch.ones(groups, group_size, steps, dtype=torch.bool)
+        mask[..., -1] = False
+        return mask
+
+
+class Fraction(Config):
+    """A random subset of ⌊(T−1)·fraction⌋ events, per sample (DanceGRPO) or shared by the update."""
+
+    kind: Literal["fraction"] = "fraction"
+    fraction: float = Field(0.6, gt=0, le=1)
+    per: Literal["sample", "update"] = "sample"
+
+    def _count(self, steps: int) -> int:
+        return math.floor((steps - 1) * self.fraction + 1e-9)  # 100 · 0.29 is 28.999… in floats
+
+    def problem(self, steps: int) -> str | None:
+        if self._count(steps) >= 1:
+            return None
+        least = math.ceil(1000 / max(steps - 1, 1)) / 1000
+        return f"selection.fraction: {self.fraction} of {steps - 1} events is none; use at least {least:.3f}"
+
+    def mask(self, *, groups: int, group_size: int, steps: int, address: Address) -> Tensor:
+        mask = torch.zeros(groups, group_size, steps, dtype=torch.bool)
+        for group in range(groups):
+            for sample in range(group_size):
+                place = (group, sample) if self.per == "sample" else ()
+                order = torch.randperm(steps - 1, generator=choice(address, "fraction", *place))
+                mask[group, sample, order[: self._count(steps)]] = True
+        return mask
+
+
+class Window(Config):
+    """`size` contiguous events, at `start`, or at a random place of the update inside [0, `until`) (Flow-GRPO-Fast)."""
+
+    kind: Literal["window"] = "window"
+    size: int = Field(2, ge=1)
+    start: int | None = Field(None, ge=0)
+    until: int | None = Field(None, ge=1)  # None: up to the last trainable event
+
+    def problem(self, steps: int) -> str | None:
+        end = (self.start or 0) + self.size
+        limit = min(self.until or steps - 1, steps - 1)
+        if end <= limit:
+            return None
+        cause = f"policy.steps: {steps}, the last step never is"
+        if limit < steps - 1:
+            cause = f"selection.until: {self.until}"
+        return (
+            f"selection: a window of size {self.size} from event {self.start or 0} needs {end} events but "
+            f"{limit} can be trained ({cause})"
+        )
+
+    def mask(self, *, groups: int, group_size: int, steps: int, address: Address) -> Tensor:
+        start = self.start
+        if start is None:
+            places = min(self.until or steps - 1, steps - 1) - self.size + 1
+            start = int(torch.randint(places, (), generator=choice(address, "window")))
+        mask = torch.zeros(groups, group_size, steps, dtype=torch.bool)
+        mask[..., start : start + self.size] = True
+        return mask
+
+
+class Single(Config):
+    """One event per prompt, shared by its whole group (iso-temporal, Flash-GRPO), stratified over the update's groups.
+
+    ``until`` bounds the range [0, until); by default the first half of the steps, as in the public code.
+    """
+
+    kind: Literal["single"] = "single"
+    until: int | None = Field(None, ge=1)
+
+    def _range(self, steps: int) -> int:
+        return self.until if self.until is not None else max(steps // 2, 1)
+
+    def problem(self, steps: int) -> str | None:
+        if self._range(steps) <= steps - 1:
+            return None
+        return (
+            f"selection.until: {self._range(steps)} exceeds the {steps - 1} trainable events of policy.steps: {steps}"
+        )
+
+    def mask(self, *, groups: int, group_size: int, steps: int, address: Address) -> Tensor:
+        random = choice(address, "single")
+        stratum = torch.randperm(groups, generator=random)
+        within = torch.rand(groups, generator=random, dtype=torch.float64)
+        events = ((stratum + within) / groups * self._range(steps)).long()
+        mask = torch.zeros(groups, group_size, steps, dtype=torch.bool)
+        mask[torch.arange(groups), :, events] = True
+        return mask
+
+
+Selection = Annotated[All | Fraction | Window | Single, Field(discriminator="kind"), NAMED]
