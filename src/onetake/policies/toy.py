@@ -1,0 +1,78 @@
+"""A toy policy: a small velocity network on vectors, sampled by the same kernels as the real pipelines.
+
+It exists so that every claim can be checked in float64 against plain autograd, and so that docs can run in a second.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from onetake.noise import generator, start_generators
+from onetake.policies import Observer
+from onetake.policies.episode import Episode
+from onetake.records import MicroBatch, Transition
+from onetake.transitions import Kernel
+
+
+class ToyVelocity(nn.Module):
+    """v(x, σ, prompt): two linear layers around a normalisation with a trainable scale, conditioned on the prompt's index."""
+
+    def __init__(self, dims: int, width: int, prompts: int, seed: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(dims + 1 + prompts, width, dtype=torch.float64)
+        self.norm = nn.LayerNorm(width, dtype=torch.float64)
+        self.outer = nn.Linear(width, dims, dtype=torch.float64)
+        self.prompts = prompts
+        random = generator(seed, "toy weights")
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(0.5 * torch.randn(parameter.shape, generator=random, dtype=torch.float64))
+
+    def forward(self, x: Tensor, sigma: float, prompt: int) -> Tensor:
+        """x (B, D), σ and the prompt's index → velocity (B, D)."""
+        condition = x.new_zeros(len(x), 1 + self.prompts)
+        condition[:, 0], condition[:, 1 + prompt] = sigma, 1.0
+        return self.outer(torch.tanh(self.norm(self.inner(torch.cat([x, condition], 1)))))
+
+
+class ToyPolicy:
+    """Float64 policy on D-dimensional vectors with a linear schedule σ_k = 1 − k/T."""
+
+    ways = ("direct",)
+    way = "direct"
+
+    def __init__(
+        self, kernel: Kernel, *, dims: int = 4, steps: int = 5, width: int = 8, prompts: int = 3, seed: int = 0
+    ):
+        self.kernel = kernel
+        self.dims = dims
+        self.module = ToyVelocity(dims, width, prompts, seed)
+        self.sigmas = [1 - k / steps for k in range(steps + 1)]
+        self.version = self.calls = self.forwards = self.trained_forwards = 0
+
+    def _velocity(self, x: Tensor, index: int, batch: MicroBatch) -> Tensor:
+        self.calls += 1
+        self.forwards += len(x)
+        self.trained_forwards += len(x) * torch.is_grad_enabled()
+        return self.module(x, self.sigmas[index], batch.prompt_index)
+
+    def rollout(self, batch: MicroBatch, observe: Observer, *, grad: bool) -> Tensor:
+        episode = Episode(batch=batch, kernel=self.kernel, observe=observe, grad=grad)
+        x = torch.stack([torch.randn(self.dims, generator=g, dtype=torch.float64) for g in start_generators(batch)])
+        for k in range(len(self.sigmas) - 1):
+            with torch.set_grad_enabled(episode.wants_grad(k)):
+                velocity = self._velocity(x, k, batch)
+                if episode.stochastic(k):
+                    x = episode.transition(k, x, velocity, self.sigmas)
+                else:
+                    x = x + (self.sigmas[k + 1] - self.sigmas[k]) * velocity
+        return x
+
+    def score(self, batch: MicroBatch, old: Transition) -> Transition:
+        scored: list[Transition] = []
+        episode = Episode(batch=batch, kernel=self.kernel, observe=scored.append, grad=True, replay=old)
+        with torch.enable_grad():
+            velocity = self._velocity(old.sample, old.index, batch)
+            episode.transition(old.index, old.sample, velocity, self.sigmas)
+        return scored[0]

@@ -1,0 +1,56 @@
+"""Rewards score what a policy made. A reward is any callable ``(images, prompts) -> scores``.
+
+images (B, 3, H, W) float in [0, 1]; prompts: B strings; scores (B,). A reward of your own is named in the recipe as
+``module:function``. A score is never invented: a reward that fails, stops the update.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from onetake.rewards.jpeg import jpeg_size
+
+Reward = Callable[[Tensor, list[str]], Tensor]
+
+REWARDS: dict[str, Reward] = {"jpeg": jpeg_size}
+
+
+def load_reward(name: str) -> Reward:
+    """A built-in reward, or ``module:function``. Raises ValueError, with the names that work, for anything else."""
+    if name in REWARDS:
+        return REWARDS[name]
+    module, _, function = name.partition(":")
+    if not (module and function):
+        raise ValueError(
+            f"task.reward: {name!r} is not a reward; built in are {', '.join(sorted(REWARDS))}, and your own is "
+            "written module:function"
+        )
+    try:
+        reward = vars(importlib.import_module(module))[function]
+    except ImportError as error:
+        raise ValueError(f"task.reward: {name!r} cannot be imported: {error}") from error
+    except KeyError:
+        raise ValueError(f"task.reward: module {module!r} has no {function!r}") from None
+    if not callable(reward):
+        raise ValueError(f"task.reward: {name!r} is not a function: {reward!r}")
+    return reward
+
+
+def scores(reward: Reward, images: Tensor, prompts: list[str]) -> Tensor:
+    """(B,) float64 scores. Raises ValueError for a wrong length or a score that is not finite, naming the prompt."""
+    values = torch.as_tensor(reward(images, prompts)).detach().double().cpu()
+    if values.shape != (len(prompts),):
+        raise ValueError(
+            f"the reward returned shape {tuple(values.shape)} for {len(prompts)} images; it must be ({len(prompts)},)"
+        )
+    if not values.isfinite().all():
+        bad = int((~values.isfinite()).nonzero()[0])
+        raise ValueError(
+            f"the reward returned {float(values[bad])} for image {bad} of prompt {prompts[bad]!r}; the update is stopped, "
+            "nothing was trained on it and the last checkpoint stands"
+        )
+    return values
