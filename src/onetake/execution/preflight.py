@@ -1,0 +1,152 @@
+"""Before the first update: is what will be trained what was sampled, and does the gradient reach every trainable tensor?
+
+Mean log-probs hide errors (a velocity off by 0.05 can move ℓ/D by 1e-5), so samples, velocities and log-probs are compared
+element by element, on unchanged weights, for every event that the first update selects.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onetake.execution.base import Execution
+from onetake.execution.recompute import Recompute
+from onetake.execution.sampling import sample
+from onetake.objectives import Coefficients, Objective
+from onetake.policies import Policy, trainable
+from onetake.records import MicroBatch, Rollout, Transition
+
+
+class PreflightError(ValueError):
+    """The run would train something else than what it sampled; the message names the cause."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preflight:
+    """What the check found, for the log and the report."""
+
+    way: str  # how events are re-scored
+    events: list[int]
+    gradient_error: float  # relative L2 distance of the execution's gradient to the native one
+    unreached: list[str]  # trainable tensors whose gradient is exactly zero (a LoRA's A is, at the start)
+
+
+def preflight(policy: Policy, execution: Execution, objective: Objective, batches: list[MicroBatch]) -> Preflight:
+    """Check the policy and the execution on the micro-batches of an update, and leave no gradient behind.
+
+    Raises PreflightError naming the cause: another velocity, latent or log_prob at re-scoring, a trainable tensor without a
+    finite gradient, or an execution whose gradient is not the native one.
+    """
+    chosen = _covering(batches)
+    rollout = sample(policy, execution, chosen)
+    policy.way = _choose_way(policy, rollout)
+    rollout.advantages = _alternating(rollout)
+    execution.accumulate(policy, rollout, Coefficients(objective, rollout))
+    found = _taken_gradients(policy)
+    if isinstance(execution, Recompute):
+        error = 0.0
+    else:
+        Recompute().accumulate(policy, rollout, Coefficients(objective, rollout))
+        error = _compare(found, _taken_gradients(policy))
+    unreached = [name for name, gradient in found.items() if not gradient.any()]
+    events = sorted({k for batch in chosen for k in batch.events})
+    return Preflight(way=policy.way, events=events, gradient_error=error, unreached=unreached)
+
+
+def _covering(batches: list[MicroBatch]) -> list[MicroBatch]:
+    """The first micro-batches that together hold every selected event."""
+    seen: set[int] = set()
+    chosen = []
+    for batch in batches:
+        if not seen.issuperset(batch.events):
+            seen.update(batch.events)
+            chosen.append(batch)
+    return chosen
+
+
+def _alternating(rollout: Rollout) -> Tensor:
+    """(P, G) advantages ±1, +2, −2, …: different for neighbours, so that a gradient given to the wrong row shows."""
+    groups = 1 + max(batch.group for batch in rollout.batches)
+    size = 1 + max(s for batch in rollout.batches for s in batch.samples)
+    samples = torch.arange(size)
+    return ((samples // 2 + 1) * torch.where(samples % 2 == 0, 1.0, -1.0)).double().expand(groups, size)
+
+
+def _choose_way(policy: Policy, rollout: Rollout) -> str:
+    """The first of the policy's ways to re-score under which every event is what was sampled."""
+    causes = []
+    for way in policy.ways:
+        policy.way = way
+        cause = _first_difference(policy, rollout)
+        if cause is None:
+            return way
+        causes.append(f"{way}: {cause}")
+    raise PreflightError("re-scoring does not reproduce what was sampled, on unchanged weights. " + "; ".join(causes))
+
+
+def _first_difference(policy: Policy, rollout: Rollout) -> str | None:
+    for batch, transitions in zip(rollout.batches, rollout.transitions, strict=True):
+        for old in transitions:
+            cause = _difference(old, policy.score(batch, old).detached())
+            if cause is not None:
+                return f"event {old.index} of group {batch.group} ({batch.prompt!r}): {cause}"
+    return None
+
+
+def _difference(old: Transition, new: Transition) -> str | None:
+    """What differs between a sampled event and its re-scoring, most telling first."""
+    if not torch.equal(old.sample, new.sample):
+        return (
+            f"the model was shown another latent (largest difference {_largest(old.sample, new.sample):.2e}); the pipeline "
+            "rescales or ignores `latents`, or its schedule is shifted by a step"
+        )
+    if not torch.equal(old.velocity, new.velocity):
+        return (
+            f"the model answered with another velocity (largest difference {_largest(old.velocity, new.velocity):.2e}); "
+            "dropout is on, guidance depends on the step's index, or a kernel is not deterministic"
+        )
+    if not torch.equal(old.log_prob, new.log_prob):
+        return (
+            f"log_prob moved by up to {_largest(old.log_prob, new.log_prob):.2e} nats, so the ratio is not 1; the latent "
+            "was stored in another dtype than it was scored in, or the noise schedule differs"
+        )
+    return None
+
+
+def _largest(one: Tensor, other: Tensor) -> float:
+    if one.shape != other.shape:
+        return float("inf")
+    return float((one.double() - other.double()).abs().max())
+
+
+def _taken_gradients(policy: Policy) -> dict[str, Tensor]:
+    """The gradients in p.grad, which is cleared. Raises PreflightError where one is missing or not finite."""
+    gradients = {}
+    for name, parameter in trainable(policy).items():
+        if parameter.grad is None:
+            raise PreflightError(
+                f"the loss does not depend on the trainable tensor {name}: nothing would train it. Leave it out of "
+                "policy.trainable.targets, or check that its layer is used and that checkpointing is non-reentrant"
+            )
+        if not parameter.grad.isfinite().all():
+            raise PreflightError(
+                f"the gradient of {name} is not finite on the first micro-batch; check policy.dtype and the base"
+            )
+        gradients[name], parameter.grad = parameter.grad, None
+    return gradients
+
+
+def _compare(found: dict[str, Tensor], native: dict[str, Tensor]) -> float:
+    difference = sum(float((found[n] - native[n]).double().square().sum()) for n in native) ** 0.5
+    size = sum(float(native[n].double().square().sum()) for n in native) ** 0.5
+    error = difference / size if size else difference
+    widest = max((p.dtype for p in found.values()), key=lambda dtype: torch.finfo(dtype).eps)
+    if error > 100 * torch.finfo(widest).eps:
+        raise PreflightError(
+            f"the execution's gradient differs from the native one by {error:.2e} (relative L2) on the first micro-batch; "
+            "the pipeline mixes the rows of a micro-batch in a way reweight cannot follow. Use rollout.micro_batch: 1 or "
+            "execution: retain"
+        )
+    return error

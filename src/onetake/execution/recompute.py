@@ -1,0 +1,26 @@
+"""The native way: sample without gradients, then run every selected event again. The honest baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from onetake.objectives import Coefficients
+from onetake.policies import Observer, Policy
+from onetake.records import MicroBatch, Rollout
+
+
+class Recompute:
+    """Costs a second forward per selected event; exact for any version of the policy, with ratio and clipping."""
+
+    grad = False
+
+    @contextmanager
+    def observing(self, policy: Policy, batch: MicroBatch) -> Iterator[Observer]:
+        yield lambda transition: None
+
+    def accumulate(self, policy: Policy, rollout: Rollout, coefficients: Coefficients) -> None:
+        for batch, transitions in zip(rollout.batches, rollout.transitions, strict=True):
+            for old in transitions:
+                new = policy.score(batch, old)
+                new.log_prob.backward(coefficients.omega(batch, old, new.log_prob))

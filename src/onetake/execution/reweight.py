@@ -1,0 +1,62 @@
+"""LeanGRPO's Reweight (arXiv 2609.03528): backpropagate at once, bank one gradient per trajectory, scale it later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from onetake.execution.bank import Bank
+from onetake.execution.base import refuse_stale
+from onetake.objectives import Coefficients
+from onetake.policies import Observer, Policy, trainable
+from onetake.records import MicroBatch, Rollout, Transition
+
+
+class Reweight:
+    """No second forward, one graph alive at a time, memory independent of the number of events.
+
+    Everything but the advantage is known when an event is sampled: its weight w goes into the provisional backward, so
+    the bank of trajectory i holds Σ_k w_k ∇ℓ_ik. It is exact when ω_ik = a_i·w_k, which `accumulate` checks.
+    """
+
+    grad = True
+
+    def __init__(self) -> None:
+        self._banks: list[Bank] = []
+
+    @contextmanager
+    def observing(self, policy: Policy, batch: MicroBatch) -> Iterator[Observer]:
+        bank = Bank(policy.module, trainable(policy), len(batch.samples))
+        self._banks.append(bank)
+
+        def backpropagate(transition: Transition) -> None:
+            weight = float(batch.weight[transition.index])
+            bank.add(transition.log_prob, weight * transition.rows.to(transition.log_prob))
+
+        with bank.listening():
+            yield backpropagate
+
+    def accumulate(self, policy: Policy, rollout: Rollout, coefficients: Coefficients) -> None:
+        refuse_stale("reweight", policy, rollout)
+        banks, self._banks = self._banks, []
+        for batch, transitions, bank in zip(rollout.batches, rollout.transitions, banks, strict=True):
+            bank.pay_out(_factor(batch, transitions, coefficients))
+
+
+def _factor(batch: MicroBatch, transitions: list[Transition], coefficients: Coefficients) -> Tensor:
+    """(B,) a_i with ω_ik = a_i·w_k for every event. Raises ValueError where no such factor exists."""
+    omegas = [coefficients.omega(batch, old, old.log_prob) / float(batch.weight[old.index]) for old in transitions]
+    rows = torch.stack([old.rows for old in transitions])  # (K, B)
+    per_event = torch.stack(omegas)
+    factor = torch.where(rows, per_event, 0).sum(0) / rows.sum(0).clamp(min=1)
+    spread = torch.where(rows, (per_event - factor).abs(), 0).amax()
+    if spread > 1e-5 * factor.abs().amax().clamp(min=torch.finfo(factor.dtype).tiny):
+        raise ValueError(
+            "execution: reweight banks one gradient per trajectory, but this objective weighs the events of one "
+            f"trajectory differently after the reward (coefficients differ by {float(spread):.2e}). "
+            "Use execution: retain or execution: recompute"
+        )
+    return factor

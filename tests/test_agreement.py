@@ -1,0 +1,200 @@
+"""The first test and the last: every execution yields the gradient that plain autograd takes of the formula."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from helpers import fake_rewards, gradient_of, relative_error, roll
+from onetake.execution import EXECUTIONS, Recompute, Retain, Reweight
+from onetake.execution.sampling import RolloutConfig
+from onetake.objectives import Coefficients, Grpo
+from onetake.policies import trainable
+from onetake.policies.toy import ToyPolicy
+from onetake.selection import All, Fraction, Single, Window
+from onetake.transitions import Cps, Dance, Flash, Flow, log_prob, mean_std
+
+SELECTIONS = {
+    "all": All(),
+    "fraction": Fraction(fraction=0.6),
+    "fraction shared": Fraction(fraction=0.6, per="update"),
+    "window": Window(size=2),
+    "single": Single(),
+}
+OBJECTIVES = {
+    "per_dim": Grpo(),
+    "exact": Grpo(scale="exact", clip_low=0.1, clip_high=0.3),
+    "rectified": Grpo(event_weights="rectified"),
+}
+KERNELS = {"flow": Flow(), "dance": Dance(), "flash": Flash(), "cps": Cps()}
+GRID = list(itertools.product(EXECUTIONS, SELECTIONS, OBJECTIVES, KERNELS))
+
+
+def by_formula(policy: ToyPolicy, objective: Grpo, config: RolloutConfig, selection) -> dict[str, torch.Tensor]:
+    """Plain autograd of L = mean over events of w·max(−A r, −A clip r), written out once more, without executions."""
+    rollout = roll(policy, Recompute(), selection=selection, objective=objective, config=config)
+    total = torch.zeros((), dtype=torch.float64)
+    for batch, transitions in zip(rollout.batches, rollout.transitions, strict=True):
+        advantage = rollout.advantages[batch.group][list(batch.samples)]
+        for old in transitions:
+            velocity = policy.module(old.sample, policy.sigmas[old.index], batch.prompt_index)
+            mean, std = mean_std(policy.kernel, old.sample, velocity, policy.sigmas, old.index)
+            scale = 1 / old.dims if objective.scale == "per_dim" else 1.0
+            ratio = torch.exp(scale * (log_prob(old.action, mean, std) - old.log_prob))
+            clipped = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
+            terms = torch.maximum(-advantage * ratio, -advantage * clipped)
+            total = total + batch.weight[old.index] * terms[old.rows].sum()
+    events = sum(int(t.rows.sum()) for ts in rollout.transitions for t in ts)
+    parameters = trainable(policy)
+    return dict(zip(parameters, torch.autograd.grad(total / events, list(parameters.values())), strict=True))
+
+
+@pytest.mark.parametrize(("execution", "selection", "objective", "kernel"), GRID)
+def test_execution_equals_autograd_of_the_formula(execution, selection, objective, kernel):
+    policy = ToyPolicy(KERNELS[kernel])
+    config = RolloutConfig(groups=3, group_size=4, micro_batch=2)
+    wanted = by_formula(policy, OBJECTIVES[objective], config, SELECTIONS[selection])
+    found = gradient_of(
+        policy, execution, objective=OBJECTIVES[objective], config=config, selection=SELECTIONS[selection]
+    )
+    assert all(gradient.abs().max() > 0 for gradient in wanted.values())
+    for name in wanted:
+        torch.testing.assert_close(found[name], wanted[name], rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_micro_batch_size_cannot_change_the_gradient(execution):
+    policy = ToyPolicy(Flow())
+    one, four = (
+        gradient_of(policy, execution, config=RolloutConfig(groups=3, group_size=4, micro_batch=b)) for b in (1, 4)
+    )
+    assert relative_error(one, four) < 1e-12
+
+
+def test_retain_is_bitwise_recompute():
+    policy = ToyPolicy(Flow())
+    retain, recompute = gradient_of(policy, "retain"), gradient_of(policy, "recompute")
+    assert all(torch.equal(retain[name], recompute[name]) for name in recompute)
+
+
+@pytest.mark.parametrize(("execution", "extra"), [("retain", 0), ("reweight", 0), ("recompute", 1)])
+@pytest.mark.parametrize("selection", [All(), Window(size=2), Single()])
+def test_forwards_are_counted_exactly(execution, extra, selection):
+    """T rows per trajectory; recompute adds one row per selected event."""
+    policy, strategy = ToyPolicy(Flow()), EXECUTIONS[execution]()
+    rollout = roll(policy, strategy, selection=selection)
+    strategy.accumulate(policy, rollout, Coefficients(Grpo(), rollout))
+    steps = len(policy.sigmas) - 1
+    assert policy.forwards == 12 * steps + extra * rollout.event_count
+    assert policy.calls == 6 * steps + extra * sum(len(batch.events) for batch in rollout.batches)
+
+
+def test_bank_holds_at_most_two_gradients_per_trajectory():
+    """However many events there are; with retain, what is kept grows with them."""
+    policy, strategy = ToyPolicy(Flow(), steps=40), Reweight()
+    roll(policy, strategy)
+    for bank in strategy._banks:
+        for account in bank._accounts.values():
+            size = 2 * account.parameter.numel()
+            assert account._waiting <= size
+            assert account._sum_Boi.numel() == size
+            assert not any(t.requires_grad for pair in account._pairs for t in pair)  # no graph outlives its backward
+    assert strategy._banks
+
+
+def test_second_update_on_a_rollout_needs_recompute():
+    """The hybrid: rollout graphs serve the first update only."""
+    policy = ToyPolicy(Flow())
+    for strategy in (Retain(), Reweight()):
+        rollout = roll(policy, strategy)
+        policy.version += 1
+        with pytest.raises(ValueError, match=r"further updates on the same rollout need execution: recompute"):
+            strategy.accumulate(policy, rollout, Coefficients(Grpo(), rollout))
+
+
+def test_hybrid_second_update_equals_native():
+    """First update by retain, second by recompute: the same as two native updates, ratio and clip included."""
+    objective = Grpo(scale="exact", clip_low=0.05, clip_high=0.05)
+
+    def two_updates(first: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        policy, strategy = ToyPolicy(Flow()), EXECUTIONS[first]()
+        optimizer = torch.optim.AdamW(policy.module.parameters(), lr=0.02)
+        rollout = roll(policy, strategy, objective=objective)
+        strategy.accumulate(policy, rollout, Coefficients(objective, rollout))
+        optimizer.step()
+        optimizer.zero_grad()
+        policy.version += 1
+        coefficients = Coefficients(objective, rollout)
+        Recompute().accumulate(policy, rollout, coefficients)
+        return {n: p.grad for n, p in trainable(policy).items()}, coefficients.statistics()
+
+    native, native_statistics = two_updates("recompute")
+    for first in ("retain", "reweight"):
+        found, statistics = two_updates(first)
+        assert relative_error(found, native) < 1e-9
+        assert statistics["ratio_mean"] != 1
+        assert statistics == pytest.approx(native_statistics, rel=1e-9)
+    assert native_statistics["clip_fraction"] > 0
+
+
+def test_wide_clip_is_reinforce():
+    """With one update per rollout the objective is the plain policy gradient, whatever the clip."""
+    policy = ToyPolicy(Flow())
+    wide, narrow = (gradient_of(policy, "retain", objective=Grpo(clip_low=c, clip_high=c)) for c in (1e6, 1e-6))
+    assert relative_error(wide, narrow) == 0
+
+    rollout = roll(policy, Recompute())
+    total = 0
+    for batch, transitions in zip(rollout.batches, rollout.transitions, strict=True):
+        for old in transitions:
+            total = total - (rollout.advantage(batch) * policy.score(batch, old).log_prob).sum() / old.dims
+    reinforce = torch.autograd.grad(total / rollout.event_count, list(trainable(policy).values()))
+    assert relative_error(dict(zip(trainable(policy), reinforce, strict=True)), wide) < 1e-12
+
+
+def test_reweight_refuses_coefficients_that_vary_inside_a_trajectory():
+    class Fading(Grpo):
+        """A weight that only becomes known with the reward, different for each event."""
+
+        def terms(self, log_ratio, advantage):
+            self.calls.append(1)
+            return super().terms(log_ratio, advantage) * len(self.calls)
+
+        calls: list = []  # noqa: RUF012  pydantic copies defaults
+
+    policy, strategy = ToyPolicy(Flow()), Reweight()
+    rollout = roll(policy, strategy)
+    with pytest.raises(ValueError, match=r"weighs the events of one trajectory differently .* Use execution: retain"):
+        strategy.accumulate(policy, rollout, Coefficients(Fading(), rollout))
+
+
+def test_reweight_refuses_parameters_it_cannot_tell_apart():
+    class Shifted(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner, self.shift = inner, torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))
+
+        def forward(self, *args):
+            return self.inner(*args) + self.shift
+
+    policy = ToyPolicy(Flow())
+    policy.module = Shifted(policy.module)
+    with pytest.raises(ValueError, match=r"shift \(Shifted\)\. Use rollout\.micro_batch: 1, policy\.trainable: lora"):
+        gradient_of(policy, "reweight")
+    single = RolloutConfig(groups=3, group_size=4, micro_batch=1)
+    assert (
+        relative_error(gradient_of(policy, "reweight", config=single), gradient_of(policy, "recompute", config=single))
+        < 1e-12
+    )
+
+
+def test_dead_group_contributes_nothing():
+    policy, strategy = ToyPolicy(Flow()), Retain()
+    rollout = roll(policy, strategy)
+    assert (rollout.advantages[2] == 0).all()
+    rollout.advantages = torch.zeros_like(rollout.advantages)
+    strategy.accumulate(policy, rollout, Coefficients(Grpo(), rollout))
+    assert all((p.grad == 0).all() for p in trainable(policy).values())
+    fake_rewards(rollout, 3, 4)

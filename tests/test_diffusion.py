@@ -1,0 +1,263 @@
+"""The scheduler seam on a tiny Stable Diffusion 3 of the real classes: equal to the stock pipeline, exact at every event."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers import DDIMScheduler, StableDiffusion3Pipeline
+
+from helpers import gradient_of, relative_error, roll
+from onetake.execution import EXECUTIONS, Recompute, Retain
+from onetake.execution.preflight import PreflightError, preflight
+from onetake.execution.sampling import RolloutConfig, deal
+from onetake.noise import start_generators
+from onetake.objectives import Coefficients, Grpo
+from onetake.policies import trainable
+from onetake.policies.adapters import Full, Lora, apply_weights
+from onetake.policies.diffusion import DiffusionPolicy
+from onetake.records import Address
+from onetake.selection import All, Single, Window
+from onetake.transitions import Cps, Flow
+from tiny import tiny_sd3
+
+PROMPTS = ["first", "second", "third"]
+CALL = {"max_sequence_length": 8}
+SIZE = RolloutConfig(groups=2, group_size=4, micro_batch=2)
+ADAPTERS = {"lora": Lora(rank=4), "full": Full()}
+
+
+def policy_on(adapter: str = "lora", *, guidance: float = 1.0, dtype=torch.float32, **call) -> DiffusionPolicy:
+    pipe = tiny_sd3(dtype=dtype)
+    ADAPTERS[adapter].attach(pipe, 0)
+    with torch.no_grad():  # a fresh adapter is the identity, which would hide errors
+        for name, parameter in pipe.transformer.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    return DiffusionPolicy(pipe, kernel=Flow(), steps=4, guidance=guidance, call=CALL | call)
+
+
+def batches_of(policy: DiffusionPolicy, selection=All()):  # noqa: B008  immutable
+    return deal(SIZE, PROMPTS, policy, selection, Grpo(), Address(seed=0, stream="train", update=0))
+
+
+def ode_batch(policy: DiffusionPolicy):
+    batch = batches_of(policy)[0]
+    batch.stochastic[:] = False
+    return batch
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_without_events_it_is_the_stock_pipeline_bit_for_bit(guidance):
+    policy = policy_on(guidance=guidance)
+    batch = ode_batch(policy)
+    ours = policy.rollout(batch, pytest.fail, grad=True)
+    policy.pipe.scheduler = policy.stock_scheduler
+    theirs = policy.pipe(
+        batch.prompt,
+        num_images_per_prompt=2,
+        num_inference_steps=4,
+        guidance_scale=guidance,
+        generator=start_generators(batch),
+        output_type="pt",
+        **CALL,
+    ).images
+    assert torch.equal(ours, theirs)
+
+
+def test_guidance_changes_pixels_and_embeddings_equal_prompts():
+    images = {}
+    for guidance in (1.0, 3.0):
+        policy = policy_on(guidance=guidance)
+        images[guidance] = policy.rollout(ode_batch(policy), pytest.fail, grad=False)
+        policy._embeds = {prompt: None for prompt in PROMPTS}  # falls back to the text itself
+        by_text = policy.rollout(ode_batch(policy), pytest.fail, grad=False)
+        torch.testing.assert_close(images[guidance], by_text, rtol=0, atol=1e-5)  # encoders see two rows, not one
+    assert not torch.equal(images[1.0], images[3.0])
+
+
+@pytest.mark.parametrize("way", ["tail", "fast_forward"])
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_executions_agree(adapter, guidance, way):
+    policy = policy_on(adapter, guidance=guidance)
+    policy.way = way
+    native, retain, reweight = (gradient_of(policy, name, config=SIZE) for name in ("recompute", "retain", "reweight"))
+    assert all(torch.equal(retain[name], native[name]) for name in native)
+    assert relative_error(reweight, native) < 1e-5
+    assert sum(float(gradient.norm()) for gradient in native.values()) > 0
+
+
+@pytest.mark.parametrize("selection", [Window(size=2, start=1), Single()])
+def test_executions_agree_on_other_selections_and_kernels(selection):
+    policy = policy_on()
+    policy.kernel = Cps()
+    native, retain, reweight = (
+        gradient_of(policy, name, config=SIZE, selection=selection) for name in ("recompute", "retain", "reweight")
+    )
+    assert relative_error(retain, native) == 0
+    assert relative_error(reweight, native) < 1e-5
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_gradient_checkpointing_changes_nothing(adapter):
+    policy = policy_on(adapter)
+    plain = {name: gradient_of(policy, name, config=SIZE) for name in EXECUTIONS}
+    policy.module.enable_gradient_checkpointing()
+    for name in EXECUTIONS:
+        assert relative_error(gradient_of(policy, name, config=SIZE), plain[name]) < 1e-6
+
+
+@pytest.mark.parametrize(("execution", "again"), [("retain", 0), ("reweight", 0), ("recompute", 1)])
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+@pytest.mark.parametrize("way", ["tail", "fast_forward"])
+def test_model_calls_are_counted_exactly(execution, again, guidance, way):
+    """T calls per micro-batch, and |S| more for recompute; with guidance each call has twice the rows."""
+    policy, strategy = policy_on(guidance=guidance), EXECUTIONS[execution]()
+    policy.way = way
+    rollout = roll(policy, strategy, config=SIZE, selection=Window(size=2))
+    strategy.accumulate(policy, rollout, Coefficients(Grpo(), rollout))
+    assert policy.calls == 4 * (4 + again * 2)
+    assert policy.forwards == policy.calls * SIZE.micro_batch * (2 if guidance > 1 else 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_preflight_passes_and_leaves_nothing_behind(dtype, guidance):
+    policy = policy_on(guidance=guidance, dtype=dtype)
+    assert all(p.dtype == torch.float32 for p in trainable(policy).values())
+    found = preflight(policy, Retain(), Grpo(), batches_of(policy))
+    assert found.way == "tail"
+    assert found.events == [0, 1, 2]
+    assert found.gradient_error <= 1e-6
+    assert all(p.grad is None for p in policy.module.parameters())
+
+
+def test_preflight_turns_to_fast_forward_where_guidance_depends_on_the_index():
+    policy = policy_on(
+        guidance=3.0, skip_guidance_layers=[0], skip_layer_guidance_start=0.2, skip_layer_guidance_stop=0.6
+    )
+    assert preflight(policy, Recompute(), Grpo(), batches_of(policy)).way == "fast_forward"
+    native, retain = (gradient_of(policy, name, config=SIZE) for name in ("recompute", "retain"))
+    assert relative_error(retain, native) == 0
+
+
+def test_preflight_covers_every_event_of_single():
+    policy = policy_on()
+    batches = batches_of(policy, Single(until=3))
+    assert preflight(policy, Retain(), Grpo(), batches).events == sorted({k for b in batches for k in b.events})
+
+
+def off_by_one(policy: DiffusionPolicy) -> None:
+    """Re-scoring sees the schedule one step later."""
+    scheduler, set_timesteps = policy.scheduler, policy.scheduler.set_timesteps
+
+    def shifted(*args, **kwargs):
+        set_timesteps(*args, **kwargs)
+        if scheduler._episode is not None and scheduler._episode.replay is not None and policy.way == "tail":
+            scheduler.timesteps = scheduler.timesteps.roll(-1)
+
+    shifted.__signature__ = None
+    scheduler.set_timesteps = shifted
+    policy.ways = ("tail",)
+
+
+def one_percent(policy: DiffusionPolicy) -> None:
+    """Re-scoring answers with 1 % more velocity."""
+    answer = policy.scheduler.step
+
+    def step(model_output, *args, **kwargs):
+        replay = policy.scheduler._episode is not None and policy.scheduler._episode.replay is not None
+        return answer(model_output * (1.01 if replay else 1.0), *args, **kwargs)
+
+    policy.scheduler.step = step
+
+
+def dtype_drift(policy: DiffusionPolicy) -> None:
+    """The stored action was rounded after it was scored."""
+    rollout = policy.rollout
+
+    def rounded(batch, observe, *, grad):
+        def later(transition):
+            object.__setattr__(transition, "action", transition.action.bfloat16().float())
+            observe(transition)
+
+        return rollout(batch, later, grad=grad)
+
+    policy.rollout = rounded
+
+
+@pytest.mark.parametrize(
+    ("plant", "cause"),
+    [(off_by_one, "another velocity"), (one_percent, "another velocity"), (dtype_drift, "stored in another dtype")],
+)
+def test_preflight_names_planted_faults(plant, cause):
+    policy = policy_on()
+    plant(policy)
+    with pytest.raises(PreflightError, match=cause):
+        preflight(policy, Retain(), Grpo(), batches_of(policy))
+
+
+def test_preflight_names_a_tensor_that_gets_no_gradient():
+    policy = policy_on()
+    policy.module.register_parameter("idle", torch.nn.Parameter(torch.zeros(3)))
+    with pytest.raises(PreflightError, match="trainable tensor idle"):
+        preflight(policy, Retain(), Grpo(), batches_of(policy))
+
+
+def test_a_pipeline_without_flow_matching_is_refused():
+    pipe = tiny_sd3()
+    pipe.scheduler = DDIMScheduler()
+    with pytest.raises(ValueError, match=r"samples with DDIMScheduler, which is not a flow-matching scheduler"):
+        DiffusionPolicy(pipe, kernel=Flow(), steps=4)
+
+
+def test_lora_targets_that_do_not_exist_are_refused():
+    with pytest.raises(ValueError, match=r"no layer of SD3Transformer2DModel ends in \['to_quux'\]"):
+        Lora(targets=["to_q", "to_quux"]).attach(tiny_sd3(), 0)
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_saved_weights_load_in_plain_diffusers_bit_for_bit(adapter, tmp_path):
+    policy = policy_on(adapter)
+    for parameter in trainable(policy).values():
+        parameter.data += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
+    batch = ode_batch(policy)
+    ours = policy.rollout(batch, pytest.fail, grad=False)
+    ADAPTERS[adapter].save(policy.pipe, tmp_path)
+
+    tiny_sd3().save_pretrained(tmp_path / "base")
+    plain = StableDiffusion3Pipeline.from_pretrained(tmp_path / "base")
+    if adapter == "lora":
+        plain.load_lora_weights(tmp_path)
+    else:
+        plain.transformer = type(plain.transformer).from_pretrained(tmp_path / "transformer")
+    call = {"num_inference_steps": 4, "guidance_scale": 1.0, "output_type": "pt", **CALL}
+    theirs = plain(batch.prompt, num_images_per_prompt=2, generator=start_generators(batch), **call).images
+    assert torch.equal(ours, theirs)
+
+    again = StableDiffusion3Pipeline.from_pretrained(tmp_path / "base")
+    apply_weights(again, tmp_path)
+    assert torch.equal(
+        again(batch.prompt, num_images_per_prompt=2, generator=start_generators(batch), **call).images, ours
+    )
+
+    fresh = tiny_sd3()
+    ADAPTERS[adapter].attach(fresh, 0)
+    ADAPTERS[adapter].load(fresh, tmp_path)
+    restored = dict(fresh.transformer.named_parameters())
+    assert all(torch.equal(restored[name], parameter) for name, parameter in trainable(policy).items())
+
+
+def test_adapter_is_a_function_of_the_seed():
+    def weights(seed: int) -> torch.Tensor:
+        pipe = tiny_sd3()
+        Lora(rank=4).attach(pipe, seed)
+        return torch.cat([p.flatten() for n, p in pipe.transformer.named_parameters() if "lora_A" in n])
+
+    torch.manual_seed(123)
+    state = torch.get_rng_state()
+    one = weights(0)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(7)
+    assert torch.equal(one, weights(0))
+    assert not torch.equal(one, weights(1))
