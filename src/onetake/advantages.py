@@ -20,8 +20,8 @@ class Advantages(Config):
 
     std: Literal["group", "global", "none"] = "group"
     unbiased: bool = False  # population std, as published code computes it on arrays
-    eps: float = Field(1e-4, ge=0)
-    clamp: float | None = Field(5.0, gt=0)
+    eps: float = Field(default=1e-4, ge=0)
+    clamp: float | None = Field(default=5.0, gt=0)
 
     def __call__(self, rewards: Tensor) -> Tensor:
         """(P, G) rewards → (P, G) advantages in float64.

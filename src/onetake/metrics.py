@@ -6,7 +6,7 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,9 @@ class Log:
     def rewind(self, update: int) -> None:
         """Forget lines written after `update` (a resumed run writes them again)."""
         kept = [line for line in self.read() if line["update"] <= update]
-        self.path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        aside = self.path.with_suffix(".partial")
+        aside.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        aside.replace(self.path)  # a kill here leaves the old log or the new one
 
     def read(self) -> list[dict[str, Any]]:
         """All complete lines; a last line cut short by a kill is left out."""
@@ -75,10 +77,10 @@ class Stopwatch:
     """Seconds per phase of one update."""
 
     def __init__(self) -> None:
-        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> Generator[None]:
         start = time.perf_counter()
         try:
             yield

@@ -49,7 +49,7 @@ def transition_noise(batch: MicroBatch, index: int, like: Tensor) -> Tensor:
 
 def prompt_indices(seed: int, update: int, groups: int, available: int) -> list[int]:
     """(P,) prompt indices of an update: epochs of seeded permutations, every prompt once before any returns."""
-    indices = []
+    indices: list[int] = []
     for position in range(update * groups, (update + 1) * groups):
         epoch, place = divmod(position, available)
         indices.append(int(torch.randperm(available, generator=generator(seed, "prompts", epoch))[place]))

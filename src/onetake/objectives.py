@@ -21,8 +21,8 @@ class Grpo(Config):
     """
 
     kind: Literal["grpo"] = "grpo"
-    clip_low: float = Field(1e-4, gt=0)
-    clip_high: float = Field(1e-4, gt=0)
+    clip_low: float = Field(default=1e-4, gt=0)
+    clip_high: float = Field(default=1e-4, gt=0)
     scale: Literal["per_dim", "exact"] = "per_dim"
     event_weights: Literal["uniform", "rectified"] = "uniform"
     """``rectified`` divides each event by its temporal gain λ (Flash-GRPO), normalised to mean 1 over the update."""

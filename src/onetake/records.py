@@ -55,7 +55,7 @@ class MicroBatch:
     @property
     def events(self) -> list[int]:
         """Indices of events that are stochastic for at least one row."""
-        return self.stochastic.any(0).nonzero().flatten().tolist()
+        return [k for k in range(self.stochastic.shape[1]) if self.stochastic[:, k].any()]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,7 @@ class Fraction(Config):
     """A random subset of ⌊(T−1)·fraction⌋ events, per sample (DanceGRPO) or shared by the update."""
 
     kind: Literal["fraction"] = "fraction"
-    fraction: float = Field(0.6, gt=0, le=1)
+    fraction: float = Field(default=0.6, gt=0, le=1)
     per: Literal["sample", "update"] = "sample"
 
     def _count(self, steps: int) -> int:
@@ -64,9 +64,9 @@ class Window(Config):
     """`size` contiguous events, at `start`, or at a random place of the update inside [0, `until`) (Flow-GRPO-Fast)."""
 
     kind: Literal["window"] = "window"
-    size: int = Field(2, ge=1)
-    start: int | None = Field(None, ge=0)
-    until: int | None = Field(None, ge=1)  # None: up to the last trainable event
+    size: int = Field(default=2, ge=1)
+    start: int | None = Field(default=None, ge=0)
+    until: int | None = Field(default=None, ge=1)  # None: up to the last trainable event
 
     def problem(self, steps: int) -> str | None:
         end = (self.start or 0) + self.size
@@ -98,7 +98,7 @@ class Single(Config):
     """
 
     kind: Literal["single"] = "single"
-    until: int | None = Field(None, ge=1)
+    until: int | None = Field(default=None, ge=1)
 
     def _range(self, steps: int) -> int:
         return self.until if self.until is not None else max(steps // 2, 1)

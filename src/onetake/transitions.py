@@ -37,7 +37,7 @@ class Flow(Config):
     """Flow-GRPO (arXiv 2505.05470): g = a·√(σ/(1−σ)); at σ = 1 the denominator takes σ_1, as its public code does."""
 
     kind: Literal["flow"] = "flow"
-    noise: float = Field(0.7, gt=0)
+    noise: float = Field(default=0.7, gt=0)
 
     def affine(self, sigmas: Sequence[float], k: int) -> Affine:
         sigma = sigmas[k]
@@ -49,7 +49,7 @@ class Dance(Config):
     """DanceGRPO (arXiv 2505.07818): constant g = η."""
 
     kind: Literal["dance"] = "dance"
-    noise: float = Field(0.3, gt=0)
+    noise: float = Field(default=0.3, gt=0)
 
     def affine(self, sigmas: Sequence[float], k: int) -> Affine:
         return _euler_maruyama(sigmas[k], sigmas[k + 1], self.noise)
@@ -69,7 +69,7 @@ class Cps(Config):
     """Coefficients-preserving sampling (arXiv 2509.05952): μ = (1−σ')x̂₀ + √(σ'²−S²)·x̂₁, S = σ'·sin(aπ/2)."""
 
     kind: Literal["cps"] = "cps"
-    noise: float = Field(0.8, gt=0, le=1)
+    noise: float = Field(default=0.8, gt=0, le=1)
 
     def affine(self, sigmas: Sequence[float], k: int) -> Affine:
         sigma, sigma_next = sigmas[k], sigmas[k + 1]

@@ -96,7 +96,7 @@ class Bank:
         handles, swapped = [], []
         for layer in self._owners:
             if isinstance(layer, nn.Linear):
-                layer.forward = partial(self._linear_forward, layer)
+                layer.__dict__["forward"] = partial(self._linear_forward, layer)  # hides the class's own
                 swapped.append(layer)
             else:
                 handles.append(layer.register_forward_hook(self._watch))
@@ -137,19 +137,22 @@ class Bank:
 
     def _watch(self, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         if torch.is_grad_enabled() and output.requires_grad:
-            record = self._record_matrix if isinstance(layer, nn.Conv2d) else self._record_scale
-            x = _patches(layer, args[0]) if isinstance(layer, nn.Conv2d) else args[0]
-            output.register_hook(lambda grad: record(layer, x.detach(), grad))
+            x = args[0].detach()
+            if isinstance(layer, nn.Conv2d):
+                output.register_hook(lambda grad: self._record_matrix(layer, _patches(layer, x), grad.flatten(2).mT))
+            else:
+                output.register_hook(lambda grad: self._record_scale(layer, x, grad))
 
     def _record_matrix(self, layer: nn.Linear | nn.Conv2d, x: Tensor, grad: Tensor) -> None:
-        if isinstance(layer, nn.Conv2d):
-            grad = grad.flatten(2).mT  # (rows, positions, out)
         x_BTi, grad_BTo = self._by_sample(x), self._by_sample(grad)
-        if layer.weight.requires_grad:
-            account = self._accounts.setdefault(layer.weight, _Account(layer.weight, self._samples))
-            account.record(x_BTi.to(grad_BTo.dtype), grad_BTo)
-        if layer.bias is not None and layer.bias.requires_grad:
-            self._add_sum(layer.bias, grad_BTo.sum(1))
+        for name, parameter in layer.named_parameters(recurse=False):
+            if not parameter.requires_grad:
+                continue
+            if name == "weight":
+                account = self._accounts.setdefault(parameter, _Account(parameter, self._samples))
+                account.record(x_BTi.to(grad_BTo.dtype), grad_BTo)
+            else:
+                self._add_sum(parameter, grad_BTo.sum(1))
 
     def _record_scale(self, layer: nn.Module, x: Tensor, grad: Tensor) -> None:
         with torch.no_grad():
@@ -189,6 +192,7 @@ def _accumulate(parameter: nn.Parameter, gradient: Tensor | None) -> None:
 
 def _patches(layer: nn.Conv2d, x: Tensor) -> Tensor:
     """(rows, positions, in·k·k): the convolution as a linear layer on patches."""
+    assert not isinstance(layer.padding, str), "refused when the bank was made"
     return F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride).mT
 
 
@@ -207,6 +211,7 @@ def _owners(module: nn.Module, parameters: dict[str, nn.Parameter]) -> list[nn.M
         if not own:
             continue
         plain_conv = isinstance(layer, nn.Conv2d) and layer.groups == 1 and layer.padding_mode == "zeros"
+        plain_conv = plain_conv and not isinstance(layer.padding, str)
         if isinstance(layer, nn.Linear) or plain_conv or _is_scale(layer):
             owners.append(layer)
         else:

@@ -18,10 +18,10 @@ from onetake.selection import Selection
 class RolloutConfig(Config):
     """The trajectories of one update: `groups` prompts with `group_size` samples each."""
 
-    groups: int = Field(4, ge=1, description="P, prompts per update")
-    group_size: int = Field(24, ge=1, description="G, trajectories per prompt")
-    micro_batch: int = Field(24, ge=1, description="B, trajectories sampled by one call; divides group_size")
-    shared_start: bool = Field(False, description="all samples of a group start from the same noise")
+    groups: int = Field(default=4, ge=1, description="P, prompts per update")
+    group_size: int = Field(default=24, ge=1, description="G, trajectories per prompt")
+    micro_batch: int = Field(default=24, ge=1, description="B, trajectories sampled by one call; divides group_size")
+    shared_start: bool = Field(default=False, description="all samples of a group start from the same noise")
 
     def problems(self) -> list[str]:
         found = []

@@ -24,8 +24,8 @@ class Lora(Config):
     """Low-rank adapters in float32 on a frozen base of any dtype. Starts as the identity (B = 0)."""
 
     kind: Literal["lora"] = "lora"
-    rank: int = Field(16, ge=1)
-    alpha: float = Field(32, gt=0)
+    rank: int = Field(default=16, ge=1)
+    alpha: float = Field(default=32, gt=0)
     targets: list[str] | None = None
     """Suffixes of linear layer names; None takes the family's."""
 

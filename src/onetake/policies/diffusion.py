@@ -27,10 +27,10 @@ from onetake.transitions import Flow, Kernel, StochasticKernel
 class PolicyConfig(Config):
     """Which pipeline is trained, how it samples, and which of its weights move."""
 
-    pipeline: str = Field("shapes", description="a diffusers folder, or the name of a built-in base")
+    pipeline: str = Field(default="shapes", description="a diffusers folder, or the name of a built-in base")
     kernel: StochasticKernel = Flow()
-    steps: int = Field(8, ge=2, description="T, denoising steps of a rollout and of an evaluation")
-    guidance: float = Field(1.0, ge=1.0, description="classifier-free guidance; 1 is off")
+    steps: int = Field(default=8, ge=2, description="T, denoising steps of a rollout and of an evaluation")
+    guidance: float = Field(default=1.0, ge=1.0, description="classifier-free guidance; 1 is off")
     negative_prompt: str = ""
     call: dict[str, Any] = Field(default_factory=dict, description="further arguments of the pipeline's call")
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -73,7 +73,7 @@ class DiffusionPolicy:
     `way` is how an event is re-scored; the pre-flight check chooses it (see `execution.preflight`).
     """
 
-    ways = ("tail", "fast_forward")
+    ways: tuple[str, ...] = ("tail", "fast_forward")
 
     def __init__(
         self,

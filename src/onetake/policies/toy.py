@@ -39,7 +39,7 @@ class ToyVelocity(nn.Module):
 class ToyPolicy:
     """Float64 policy on D-dimensional vectors with a linear schedule σ_k = 1 − k/T."""
 
-    ways = ("direct",)
+    ways: tuple[str, ...] = ("direct",)
     way = "direct"
 
     def __init__(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ def load_reward(name: str) -> Reward:
         raise ValueError(f"task.reward: module {module!r} has no {function!r}") from None
     if not callable(reward):
         raise ValueError(f"task.reward: {name!r} is not a function: {reward!r}")
-    return reward
+    return cast(Reward, reward)
 
 
 def scores(reward: Reward, images: Tensor, prompts: list[str]) -> Tensor:

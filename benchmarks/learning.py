@@ -1,0 +1,90 @@
+"""Does it learn? The built-in task over seeds, for LoRA and full fine-tuning, under each execution.
+
+    python benchmarks/learning.py [--seeds 3] [--executions retain reweight] [--jobs 2] [--out runs/learning]
+
+Every run is `onetake train` with a shipped recipe in a process of its own with one thread; `--jobs` of them at a time. Prints
+one row a run, held-out strict success before → after (the last weights, never the best in between), and the means as a
+Markdown table. A run that is there already is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from onetake.metrics import Log
+
+RECIPES = {"LoRA": "shapes", "full": "shapes-full"}
+
+
+def run(out: Path, recipe: str, execution: str, seed: int, overrides: list[str]) -> list[dict]:
+    folder = out / f"{recipe}-{execution}-{seed}"
+    command = [sys.executable, "-m", "onetake", "train", recipe]
+    for override in [f"execution={execution}", f"seed={seed}", f"out={folder}", *overrides]:
+        command += ["--set", override]
+    if not (folder / "report.html").exists():
+        threads = {"OMP_NUM_THREADS": "1"}
+        subprocess.run(command, check=True, env=os.environ | threads, stdout=subprocess.DEVNULL)
+    return Log(folder / "metrics.jsonl").read()
+
+
+def summary(lines: list[dict]) -> dict[str, float]:
+    evaluations = [line for line in lines if line["kind"] == "evaluation"]
+    before, after = evaluations[0], evaluations[-1]
+    updates = [line for line in lines if line["kind"] == "update"]
+    phases = ("sampling_s", "decoding_s", "reward_s", "backward_s", "optimizer_s")
+    return {
+        "before": before["success_rate"],
+        "after": after["success_rate"],
+        "stderr": after["stderr"],
+        "score before": before["score_mean"],
+        "score after": after["score_mean"],
+        "diversity before": before["diversity"],
+        "diversity after": after["diversity"],
+        "n": after["n"],
+        "update_s": statistics.median(sum(line[p] for p in phases) for line in updates),
+        "wall_s": after["wall_s"],
+        "forwards": after["forwards"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--executions", nargs="+", default=["retain", "reweight"])
+    parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("runs/learning"))
+    parser.add_argument("--set", dest="overrides", action="append", default=[])
+    arguments = parser.parse_args()
+    cells = list(itertools.product(arguments.recipes, arguments.executions))
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        jobs = {
+            (cell, seed): pool.submit(run, arguments.out, RECIPES[cell[0]], cell[1], seed, arguments.overrides)
+            for cell in cells
+            for seed in range(arguments.seeds)
+        }
+        print("| trained | execution | seed | success before | after | gain | score | diversity | s per update |")
+        print("|---|---|---|---|---|---|---|---|---|")
+        gains: dict[tuple[str, str], list[float]] = {}
+        for ((recipe, execution), seed), job in jobs.items():
+            s = summary(job.result())
+            gains.setdefault((recipe, execution), []).append(s["after"] - s["before"])
+            print(
+                f"| {recipe} | {execution} | {seed} | {s['before']:.3f} | {s['after']:.3f} ± {s['stderr']:.3f} "
+                f"| {s['after'] - s['before']:+.3f} | {s['score before']:.3f} → {s['score after']:.3f} "
+                f"| {s['diversity before']:.3f} → {s['diversity after']:.3f} | {s['update_s']:.2f} |",
+                flush=True,
+            )
+    for (recipe, execution), values in gains.items():
+        print(f"{recipe}, {execution}: gain mean {statistics.mean(values):+.3f}, smallest {min(values):+.3f}, n = {s['n']}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,3 @@
+from onetake.cli import main
+
+main()

@@ -1,0 +1,156 @@
+"""Atomic checkpoints: written aside, flushed to disk, renamed. A checkpoint either is there whole or is not there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from onetake.records import Config
+
+
+class CheckpointConfig(Config):
+    """Besides the last `keep`, the checkpoint with the best held-out score is kept."""
+
+    every: int = Field(default=20, ge=1, description="updates between checkpoints; the last update always has one")
+    keep: int = Field(default=2, ge=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """The counters of a run after an update."""
+
+    update: int
+    wall_s: float
+    calls: int
+    forwards: int
+    saved_forwards: int
+    held_out: float | None  # success rate, or mean score, of the evaluation at this update, if there was one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A complete checkpoint on disk: ``weights/`` is what plain diffusers or peft loads."""
+
+    folder: Path
+    state: State
+
+    @property
+    def weights(self) -> Path:
+        return self.folder / "weights"
+
+    def optimizer(self) -> dict[str, Tensor]:
+        return load_file(self.folder / "optimizer.safetensors")
+
+
+class Checkpoints:
+    """The checkpoints of one run, in ``<run>/checkpoints/update-NNNNNN``."""
+
+    def __init__(self, root: Path, config: CheckpointConfig) -> None:
+        self._root = root
+        self._config = config
+
+    def save(
+        self, state: State, save_weights: Callable[[Path], None], optimizer: dict[str, Tensor], recipe: str
+    ) -> Checkpoint:
+        """Write the checkpoint of `state`, then drop those no longer kept."""
+        final = self._root / f"update-{state.update:06d}"
+        aside = self._root / f".{final.name}.partial"
+        for leftover in (aside, final):
+            shutil.rmtree(leftover, ignore_errors=True)
+        (aside / "weights").mkdir(parents=True)
+        save_weights(aside / "weights")
+        save_file({name: tensor.contiguous() for name, tensor in optimizer.items()}, aside / "optimizer.safetensors")
+        (aside / "config.yaml").write_text(recipe)
+        digests = {str(p.relative_to(aside)): _digest(p) for p in sorted(aside.rglob("*")) if p.is_file()}
+        content = {"state": asdict(state), "files": digests}
+        (aside / "state.json").write_text(json.dumps({**content, "sha256": _content_digest(content)}, indent=1))
+        for path in [*aside.rglob("*"), aside]:
+            _flush(path)
+        aside.rename(final)
+        _flush(self._root)
+        self._prune()
+        return Checkpoint(folder=final, state=state)
+
+    def latest(self, say: Callable[[str], None]) -> Checkpoint | None:
+        """The newest whole checkpoint. Damaged ones are passed over, and `say` is told which and why."""
+        for folder in reversed(self._folders()):
+            try:
+                return read(folder)
+            except ValueError as error:
+                say(f"{error}; falling back to the checkpoint before it")
+        return None
+
+    def best(self) -> Checkpoint | None:
+        """The checkpoint with the best held-out score among those kept."""
+        return _best(self._whole())
+
+    def _whole(self) -> list[Checkpoint]:
+        return [checkpoint for folder in self._folders() if (checkpoint := _try_read(folder))]
+
+    def _folders(self) -> list[Path]:
+        return sorted(p for p in self._root.glob("update-*") if p.is_dir())
+
+    def _prune(self) -> None:
+        """Damaged checkpoints go too: they must not count among those kept."""
+        whole = self._whole()
+        kept = {c.folder for c in [*whole[-self._config.keep :], _best(whole)] if c is not None}
+        for folder in self._folders():
+            if folder not in kept:
+                shutil.rmtree(folder)
+
+
+def _best(checkpoints: list[Checkpoint]) -> Checkpoint | None:
+    scored = [c for c in checkpoints if c.state.held_out is not None]
+    return max(scored, key=lambda c: (c.state.held_out, c.state.update), default=None)
+
+
+def read(folder: Path) -> Checkpoint:
+    """Open a checkpoint. Raises ValueError saying what is missing or damaged; every file's digest is checked."""
+    try:
+        content = json.loads((folder / "state.json").read_text())
+    except (FileNotFoundError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{folder} is not a whole checkpoint (state.json: {error})") from error
+    if content.pop("sha256", None) != _content_digest(content):
+        raise ValueError(f"checkpoint {folder} is damaged: state.json is not what was written")
+    for name, digest in content["files"].items():
+        path = folder / name
+        if not path.is_file():
+            raise ValueError(f"checkpoint {folder} is damaged: {name} is missing")
+        if _digest(path) != digest:
+            raise ValueError(f"checkpoint {folder} is damaged: {name} is not what was written")
+    return Checkpoint(folder=folder, state=State(**content["state"]))
+
+
+def _try_read(folder: Path) -> Checkpoint | None:
+    try:
+        return read(folder)
+    except ValueError:
+        return None
+
+
+def _content_digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    """fsync a file or a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

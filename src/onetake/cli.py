@@ -1,0 +1,160 @@
+"""The command line: ``onetake train | verify | sample | report | recipes``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+console = Console(highlight=False, soft_wrap=True)
+errors = Console(stderr=True, highlight=False, soft_wrap=True)
+
+RecipeArgument = Annotated[str, typer.Argument(help="A recipe's name (see `onetake recipes`) or a YAML file.")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="key=value, e.g. policy.steps=10; repeatable.")]
+DEFAULT_RECIPE = "shapes"
+
+
+def main() -> None:
+    """Entry point. The heavy libraries are imported by the commands that need them, so that help answers at once."""
+    # Their notices about optional packages and their loading bars are not about this program.
+    for library in ("TRANSFORMERS", "DIFFUSERS"):
+        os.environ.setdefault(f"{library}_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    app()
+
+
+@contextmanager
+def _errors_in_one_place() -> Iterator[None]:
+    """What the user can mend is one message and exit code 2, not a traceback."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        lines = str(error).splitlines()
+        errors.print(f"[bold red]{'Errors' if len(lines) > 1 else 'Error'}[/]", end=" ")
+        errors.print("\n  ".join(["", *lines]) if len(lines) > 1 else lines[0] if lines else repr(error), markup=False)
+        raise typer.Exit(2) from error
+
+
+@app.command()
+def train(
+    recipe: RecipeArgument = DEFAULT_RECIPE,
+    overrides: SetOption = None,
+    quick: Annotated[bool, typer.Option("--quick", help="The recipe's small variant, to see that it works.")] = False,
+    resume: Annotated[Path | None, typer.Option(help="A run folder to continue, bit for bit.")] = None,
+) -> None:
+    """Train a policy; without a recipe, the built-in task. Ends with before → after and a report."""
+    from onetake.session import continued, opened, train_and_report
+
+    with _errors_in_one_place():
+        name = f"{recipe}-quick" if quick else recipe
+        session = continued(resume, overrides or []) if resume else opened(name, overrides or [])
+        train_and_report(session, console)
+
+
+@app.command()
+def verify(recipe: RecipeArgument = DEFAULT_RECIPE, overrides: SetOption = None) -> None:
+    """One update's gradient under every execution: equality, time, peak memory, forwards."""
+    from onetake import config
+    from onetake.policies import trainable
+    from onetake.policies.diffusion import DiffusionPolicy
+    from onetake.train import device_of
+    from onetake.verify import verify as compare
+
+    with _errors_in_one_place():
+        loaded = config.load(config.recipe_text(recipe), overrides)
+        policy = DiffusionPolicy.from_config(loaded.policy, loaded.pipeline_folder, loaded.seed)
+        policy.pipe.to(device_of(loaded))
+        count = sum(p.numel() for p in trainable(policy).values())
+        console.print(f"{loaded.policy.trainable.kind}, {count:,} trainable parameters, one update of recipe {recipe}")
+        table = Table("execution", "cosine", "rel. L2", "max abs", "s", "peak MiB", "calls", "forwards", box=None)
+        for row in compare(loaded, policy, loaded.task.load()):
+            table.add_row(
+                row.execution,
+                f"{row.cosine:.9f}",
+                f"{row.relative_l2:.1e}",
+                f"{row.max_abs:.1e}",
+                f"{row.seconds:.2f}",
+                "–" if row.peak_mib is None else f"{row.peak_mib:.0f}",
+                str(row.calls),
+                str(row.forwards),
+            )
+        console.print(table)
+
+
+@app.command()
+def sample(
+    checkpoint: Annotated[Path, typer.Argument(help="A run folder or one of its checkpoints.")],
+    prompts: Annotated[list[str], typer.Argument(help="What to draw.")],
+    out: Annotated[Path, typer.Option(help="Folder for the PNG files.")] = Path("samples"),
+    images: Annotated[int, typer.Option(min=1, help="Images of each prompt.")] = 4,
+    seed: int = 0,
+) -> None:
+    """Draw prompts with a checkpoint's weights on the plain pipeline."""
+    from onetake.session import draw
+
+    with _errors_in_one_place():
+        for path in draw(checkpoint, prompts, out, images=images, seed=seed):
+            console.print(str(path))
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="One run folder, or several to compare.")],
+    out: Annotated[Path | None, typer.Option(help="HTML file; by default report.html in the first run.")] = None,
+) -> None:
+    """Write a self-contained HTML report of one run, or a comparison of several."""
+    from onetake.report import write
+
+    with _errors_in_one_place():
+        console.print(str(write(runs, out or runs[0] / "report.html")))
+
+
+recipes_app = typer.Typer(
+    help="List, show and copy the recipes that come with the package.", invoke_without_command=True
+)
+app.add_typer(recipes_app, name="recipes")
+
+
+@recipes_app.callback()
+def recipes(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        list_recipes()
+
+
+@recipes_app.command("list")
+def list_recipes() -> None:
+    """Names, each with the first line of its file."""
+    from onetake import config
+
+    table = Table.grid(padding=(0, 2))
+    for name in config.recipe_names():
+        table.add_row(name, config.recipe_text(name).splitlines()[0].removeprefix("# "))
+    console.print(table)
+
+
+@recipes_app.command()
+def show(name: str) -> None:
+    """Print a recipe with every default filled in."""
+    from onetake import config
+
+    with _errors_in_one_place():
+        console.print(config.dump(config.load(config.recipe_text(name))), markup=False, end="")
+
+
+@recipes_app.command()
+def copy(name: str, to: Path) -> None:
+    """Copy a recipe's file, to edit it."""
+    from onetake import config
+
+    with _errors_in_one_place():
+        if to.exists():
+            raise ValueError(f"{to} exists already; choose another name")
+        to.write_text(config.recipe_text(name))
+        console.print(f"{to}: train it with `onetake train {to}`")

@@ -1,0 +1,147 @@
+"""Recipes as YAML, ``--set`` overrides, and every error at once in the user's spelling."""
+
+from __future__ import annotations
+
+import difflib
+from importlib import resources
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from onetake.recipe import Recipe
+
+
+class RecipeError(ValueError):
+    """One or more problems of a recipe; the message has one a line."""
+
+
+def recipe_names() -> list[str]:
+    """Recipes that come with the package."""
+    files = resources.files("onetake").joinpath("recipes").iterdir()
+    return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
+
+
+def recipe_text(name: str) -> str:
+    """The text of a recipe: a YAML file, or one that comes with the package. Raises RecipeError if there is neither."""
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml"):
+        if not path.is_file():
+            raise RecipeError(f"there is no recipe file {path}")
+        return path.read_text()
+    if name not in recipe_names():
+        raise RecipeError(f"there is no recipe {name!r}{_nearest(name, recipe_names())}; `onetake recipes` lists them")
+    return resources.files("onetake").joinpath("recipes", f"{name}.yaml").read_text()
+
+
+def load(text: str, overrides: list[str] | None = None) -> Recipe:
+    """Parse, override and check a recipe. Raises RecipeError that lists everything wrong with it."""
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"the recipe is not YAML: {error}") from error
+    tree = {} if tree is None else tree
+    if not isinstance(tree, dict):
+        raise RecipeError("the recipe must be a mapping of keys to values")
+    problems = [problem for override in overrides or [] if (problem := _override(tree, override))]
+    try:
+        recipe = Recipe.model_validate(tree)
+    except ValidationError as error:
+        raise RecipeError("\n".join([*problems, *(_explain(detail) for detail in error.errors())])) from error
+    problems += recipe.problems()
+    if problems:
+        raise RecipeError("\n".join(problems))
+    return recipe
+
+
+def dump(recipe: Recipe) -> str:
+    """The resolved recipe as YAML; `load` reads it back to an equal recipe."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def changes(old: Recipe, new: Recipe) -> list[str]:
+    """``key: old → new`` for every value that differs. The number of updates may grow and `out` may move."""
+    before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
+    keys = [k for k in before | after if before.get(k) != after.get(k) and k not in ("updates", "out")]
+    found = [f"{key}: {before.get(key)} → {after.get(key)}" for key in keys]
+    if new.updates < old.updates:
+        found.append(f"updates: {old.updates} → {new.updates} (may grow, not shrink)")
+    return found
+
+
+def _override(tree: dict[str, Any], override: str) -> str | None:
+    """Put ``a.b=value`` into the tree; the value is YAML. Returns what is wrong with it, if anything is."""
+    path, equals, value = override.partition("=")
+    if not equals or not path.strip():
+        return f"--set {override}: write key=value"
+    *parents, key = path.strip().split(".")
+    node: dict[str, Any] = tree
+    for parent in parents:
+        child = node.get(parent, {})
+        if isinstance(child, str):  # a choice written by its name alone
+            child = {"kind": child}
+        if not isinstance(child, dict):
+            return f"--set {override}: {parent} holds a value, not a group of keys"
+        node[parent] = child
+        node = child
+    try:
+        node[key] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        return f"--set {override}: the value is not YAML ({' '.join(str(error).split())})"
+    return None
+
+
+def _explain(detail: Any) -> str:
+    """One validation error in the recipe's spelling."""
+    where = [str(part) for part in detail["loc"]]
+    keys, model = _walk(where)
+    path = ".".join(keys)
+    if detail["type"] == "extra_forbidden":
+        known = list(model.model_fields) if model is not None else []
+        return f"{path}: is not a key of the recipe{_nearest(keys[-1], known)}"
+    if detail["type"] == "union_tag_invalid":
+        return f"{path}: {detail['ctx']['tag']!r} is none of {detail['ctx']['expected_tags']}"
+    if detail["type"] == "union_tag_not_found":
+        return f"{path}: needs a kind (write {path}: NAME, or {path}.kind=NAME)"
+    return f"{path}: {detail['msg']} (got {detail['input']!r})"
+
+
+def _walk(where: list[str]) -> tuple[list[str], type[BaseModel] | None]:
+    """Follow a pydantic location through the models; drops the union tags it contains. Returns keys and last model."""
+    model: type[BaseModel] | None = Recipe
+    choices: dict[str, type[BaseModel]] = {}
+    keys = []
+    for part in where:
+        if part in choices:
+            model, choices = choices[part], {}
+            continue
+        keys.append(part)
+        if model is not None and part in model.model_fields:
+            models = _models(model.model_fields[part].annotation)
+            choices = {str(m.model_fields["kind"].default): m for m in models if "kind" in m.model_fields}
+            model, choices = (models[0], {}) if len(models) == 1 else (model, choices)
+    return keys, model
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in get_args(annotation) for model in _models(part)]
+
+
+def _nearest(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean {close[0]}?"
+    return f"; known are {', '.join(known)}" if known else ""
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict) or not tree:
+        return {prefix: tree}
+    return {
+        key: value
+        for name, child in tree.items()
+        for key, value in _flat(child, f"{prefix}{'.' if prefix else ''}{name}").items()
+    }

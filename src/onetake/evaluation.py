@@ -1,0 +1,118 @@
+"""Held-out evaluation: deterministic ODE sampling, fresh noise that training never sees, the same noise every time."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from onetake.policies import Policy
+from onetake.records import Address, Config, MicroBatch
+from onetake.rewards import scores
+from onetake.tasks import Task
+
+
+class EvaluationConfig(Config):
+    """Before the first update, every `every` updates, and after the last."""
+
+    every: int = Field(default=20, ge=1)
+    prompts: int = Field(default=
+        56, ge=1, description="held-out prompts, evenly spaced over the list; fewer if there are fewer"
+    )
+    samples: int = Field(default=4, ge=1, description="images of each prompt; diversity needs 2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Row i of every evaluation of a run is the same prompt and noise."""
+
+    prompts: list[str]
+    samples: list[int]
+    images: Tensor  # (n, 3, H, W) in [0, 1]
+    scores: Tensor  # (n,)
+    success_at: float | None
+    seconds: float
+
+    def summary(self) -> dict[str, float | int]:
+        """The evaluation's columns of the log."""
+        n = len(self.scores)
+        columns: dict[str, float | int] = {
+            "n": n,
+            "score_mean": float(self.scores.mean()),
+            "evaluation_s": self.seconds,
+        }
+        if self.success_at is not None:
+            rate = float((self.scores >= self.success_at).double().mean())
+            columns |= {"success_rate": rate, "stderr": (rate * (1 - rate) / n) ** 0.5}
+        per_prompt = max(self.samples) + 1
+        if per_prompt > 1:
+            columns["diversity"] = diversity(self.images.unflatten(0, (-1, per_prompt)))
+        return columns
+
+
+def diversity(images: Tensor) -> float:
+    """Mean over prompts of the mean pairwise RMS pixel difference; images (prompts, samples, 3, H, W) in [0, 1]."""
+    flat = images.flatten(2).double()
+    pairs = torch.triu_indices(flat.shape[1], flat.shape[1], 1)
+    differences = flat[:, pairs[0]] - flat[:, pairs[1]]
+    return float(differences.square().mean(2).sqrt().mean())
+
+
+def chosen_prompts(config: EvaluationConfig, held_out: list[str]) -> list[int]:
+    """Indices of the evaluated prompts, evenly spaced so that every kind of prompt is there."""
+    count = min(config.prompts, len(held_out))
+    return [i * len(held_out) // count for i in range(count)]
+
+
+def evaluate(policy: Policy, task: Task, config: EvaluationConfig, *, seed: int) -> Evaluation:
+    """Sample and score. The policy's counters are restored: evaluation is not part of the training bill."""
+    start = time.perf_counter()
+    calls, forwards = policy.calls, policy.forwards
+    address = Address(seed=seed, stream="evaluation", update=0)
+    steps = len(policy.sigmas) - 1
+    prompts, images, values = [], [], []
+    for index in chosen_prompts(config, task.held_out):
+        batch = MicroBatch(
+            address=address,
+            group=0,
+            prompt_index=index,
+            prompt=task.held_out[index],
+            samples=tuple(range(config.samples)),
+            stochastic=torch.zeros(config.samples, steps, dtype=torch.bool),
+            weight=torch.ones(steps, dtype=torch.float64),
+        )
+        images.append(policy.rollout(batch, lambda transition: None, grad=False).float().cpu())
+        prompts += [batch.prompt] * config.samples
+        values.append(scores(task.reward, images[-1], [batch.prompt] * config.samples))
+    policy.calls, policy.forwards = calls, forwards
+    return Evaluation(
+        prompts=prompts,
+        samples=list(range(config.samples)) * len(values),
+        images=torch.cat(images),
+        scores=torch.cat(values),
+        success_at=task.success_at,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def save(evaluation: Evaluation, task: Task, folder: Path, update: int) -> None:
+    """``update-NNNNNN.npz`` (images uint8 (n, H, W, 3), scores) and ``.json`` (prompt, sample, score, verdict)."""
+    folder.mkdir(exist_ok=True)
+    pixels = (evaluation.images.clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).numpy()
+    np.savez_compressed(folder / f"update-{update:06d}.npz", images=pixels, scores=evaluation.scores.numpy())
+    rows = [
+        {
+            "prompt": prompt,
+            "sample": evaluation.samples[i],
+            "score": float(evaluation.scores[i]),
+            "verdict": task.verdict(evaluation.images[i], prompt).constraints if task.verdict else {},
+        }
+        for i, prompt in enumerate(evaluation.prompts)
+    ]
+    (folder / f"update-{update:06d}.json").write_text(json.dumps(rows))

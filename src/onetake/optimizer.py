@@ -1,0 +1,79 @@
+"""AdamW with a linear warm-up and clipping by the global norm."""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from onetake.records import Config
+
+
+class OptimizerConfig(Config):
+    """``max_grad_norm`` clips the global norm; None leaves gradients alone."""
+
+    learning_rate: float = Field(default=3e-4, gt=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = Field(default=0.0, ge=0)
+    eps: float = Field(default=1e-8, gt=0)
+    warmup: int = Field(default=0, ge=0, description="updates over which the learning rate rises linearly from 0")
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
+
+
+class Optimizer:
+    """One `step` per update. The learning rate is a function of the update's number, so there is no schedule state."""
+
+    def __init__(self, config: OptimizerConfig, parameters: dict[str, nn.Parameter]) -> None:
+        self._config = config
+        self._parameters = parameters
+        self._adam = torch.optim.AdamW(
+            parameters.values(),
+            lr=config.learning_rate,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+        )
+
+    def learning_rate(self, update: int) -> float:
+        """For the update that follows `update` earlier ones."""
+        warmed = min(1.0, (update + 1) / self._config.warmup) if self._config.warmup else 1.0
+        return self._config.learning_rate * warmed
+
+    def step(self, update: int) -> dict[str, float]:
+        """Clip, step, and clear the gradients. Raises ValueError if the gradient is not finite; nothing is changed then."""
+        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(gradients))
+        if not torch.tensor(norm).isfinite():
+            raise ValueError(
+                f"update {update + 1}: the gradient's norm is {norm}; nothing was changed, the last checkpoint stands"
+            )
+        if self._config.max_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(
+                self._parameters.values(), self._config.max_grad_norm, torch.tensor(norm)
+            )
+        before = [p.detach().clone() for p in self._parameters.values()]
+        rate = self._adam.param_groups[0]["lr"] = self.learning_rate(update)
+        self._adam.step()
+        self._adam.zero_grad(set_to_none=True)
+        moved = torch.nn.utils.get_total_norm(
+            [p.detach() - old for p, old in zip(self._parameters.values(), before, strict=True)]
+        )
+        return {"grad_norm": norm, "step_norm": float(moved), "learning_rate": rate}
+
+    def state(self) -> dict[str, Tensor]:
+        """Adam's moments and step counts, by parameter name."""
+        return {
+            f"{name}.{key}": value
+            for name, parameter in self._parameters.items()
+            for key, value in self._adam.state[parameter].items()
+        }
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Restore what `state` gave."""
+        for name, parameter in self._parameters.items():
+            restored = {
+                key.removeprefix(f"{name}."): value for key, value in state.items() if key.startswith(f"{name}.")
+            }
+            self._adam.state[parameter] = {
+                key: value if key == "step" else value.to(parameter.device) for key, value in restored.items()
+            }

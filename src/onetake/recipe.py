@@ -1,0 +1,65 @@
+"""The recipe: everything a run depends on, as one strict, immutable tree. Each part lives beside the code it configures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from onetake.advantages import Advantages
+from onetake.checkpoint import CheckpointConfig
+from onetake.evaluation import EvaluationConfig
+from onetake.execution.sampling import RolloutConfig
+from onetake.objectives import Grpo
+from onetake.optimizer import OptimizerConfig
+from onetake.policies.diffusion import PolicyConfig
+from onetake.records import Config
+from onetake.selection import All, Selection
+from onetake.tasks import BASES, ShapesTask, TaskConfig
+
+
+class Recipe(Config):
+    """A run. `problems` says, before any model loads, everything that could not work."""
+
+    task: TaskConfig = ShapesTask()
+    policy: PolicyConfig = PolicyConfig()
+    selection: Selection = All()
+    objective: Grpo = Grpo()
+    advantages: Advantages = Advantages()
+    execution: Literal["recompute", "retain", "reweight"] = "retain"
+    rollout: RolloutConfig = RolloutConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    updates: int = Field(default=100, ge=1, description="optimizer steps of the run")
+    updates_per_rollout: int = Field(default=1, ge=1, description="the first by `execution`, further ones by recompute")
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    seed: int = Field(default=0, ge=0)
+    device: str = Field(default="auto", description="auto takes cuda when there is one, else cpu")
+    out: Path | None = Field(default=None, description="run folder; by default the next free runs/<recipe>-NNN")
+
+    @property
+    def pipeline_folder(self) -> Path:
+        return BASES.get(self.policy.pipeline, Path(self.policy.pipeline))
+
+    @property
+    def rollouts(self) -> int:
+        return self.updates // self.updates_per_rollout
+
+    def problems(self) -> list[str]:
+        """All reasons why the run could not work, in the recipe's words; empty if there are none."""
+        found = [*self.task.problems(), *self.policy.problems(), *self.rollout.problems()]
+        found += [problem for problem in [self.selection.problem(self.policy.steps)] if problem]
+        if not (self.pipeline_folder / "model_index.json").is_file():
+            found.append(
+                f"policy.pipeline: {self.policy.pipeline!r} is neither a built-in base ({', '.join(BASES)}) nor a diffusers "
+                "folder (one with a model_index.json)"
+            )
+        if self.updates % self.updates_per_rollout:
+            lower = self.rollouts * self.updates_per_rollout
+            found.append(
+                f"updates: {self.updates} is not a multiple of updates_per_rollout: {self.updates_per_rollout}, so the last "
+                f"rollout would be dropped half-used; {lower or ''} {'or ' if lower else ''}"
+                f"{lower + self.updates_per_rollout} works".replace("  ", " ")
+            )
+        return found

@@ -1,0 +1,202 @@
+"""The page: headline, sections, recipe, environment and glossary, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from html import escape
+from importlib.resources import files
+
+from onetake.metrics import METRICS
+from onetake.report import costs, curves, pictures
+from onetake.report.run import Line, Run
+from onetake.report.text import ARROW, choice, code, count, duration, flatten, percent, plural, score, signed
+
+Show = Callable[[float], str]
+Error = Callable[[Line], str]
+
+
+def page(runs: Sequence[Run]) -> str:
+    """The whole document."""
+    title = f"{runs[0].name} · onetake" if len(runs) == 1 else f"{len(runs)} runs · onetake"
+    style = files("onetake.report").joinpath("style.css").read_text(encoding="utf-8")
+    body = "\n".join(
+        (
+            headline(runs[0]) if len(runs) == 1 else comparison(runs),
+            curves.rewards(runs),
+            pictures.section(runs),
+            costs.section(runs),
+            curves.numerics(runs),
+            recipe(runs),
+        )
+    )
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
+    )
+
+
+def headline(run: Run) -> str:
+    """One run: held-out results before and after, then what they cost."""
+    rows = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in _facts(run).items())
+    return (
+        f'<header><p class="kicker">onetake run</p><h1>{escape(run.name)}</h1><p class="lede">{_lede(run)}</p>'
+        f'{_hero(run)}<dl class="facts">{rows}</dl></header>'
+    )
+
+
+def _lede(run: Run) -> str:
+    keys = {"task": "task", "seed": "seed", "selection": "selection", "objective": "objective"}
+    parts = [f"{label} <b>{choice(run.config[key])}</b>" for key, label in keys.items() if key in run.config]
+    return " · ".join(parts)
+
+
+def _facts(run: Run) -> dict[str, str]:
+    facts = {
+        "updates": count(run.last["update"]),
+        "wall-clock": duration(run.last["wall_s"]),
+        "forwards": count(run.last["forwards"]),
+    }
+    if run.executions:
+        facts["execution"] = escape(" + ".join(run.executions))
+    if run.peak_rss_mib is not None:
+        facts["peak memory"] = f"{count(run.peak_rss_mib)} MiB"
+    return facts
+
+
+def _hero(run: Run) -> str:
+    ends = run.evaluations or run.updates
+    first, last = ends[0], ends[-1]
+    cards = [
+        card
+        for card in (
+            _change("Success", "success_rate", first, last, percent, _error),
+            _change("Mean score", "score_mean", first, last, score),
+            _change("Diversity", "diversity", first, last, score),
+        )
+        if card
+    ]
+    return f'<p class="where">{_where(run, first, last)}</p><div class="hero">{"".join(cards)}</div>'
+
+
+def _where(run: Run, first: Line, last: Line) -> str:
+    if not run.evaluations:
+        which = "first and last update" if first is not last else f"update {last['update']}"
+        return f"On training prompts, {which}; this run holds no held-out evaluation"
+    images = f", {plural(last['n'], 'image')}" if "n" in last else ""
+    if first is last:
+        return f"On held-out prompts, after {plural(last['update'], 'update')}{images}"
+    return f"On held-out prompts, after {first['update']} {ARROW} {plural(last['update'], 'update')}{images and images + ' each'}"
+
+
+def _error(line: Line) -> str:
+    return f'<span class="error">± {100 * line["stderr"]:.1f}</span>' if "stderr" in line else ""
+
+
+def _nothing(_: Line) -> str:
+    return ""
+
+
+def _change(name: str, key: str, first: Line, last: Line, show: Show, error: Error = _nothing) -> str:
+    if key not in last or key not in first:
+        return ""
+    after = f'<span class="after">{show(last[key])}</span>{error(last)}'
+    if first is last:
+        return f'<div class="change"><h3>{name}</h3><p>{after}</p></div>'
+    difference = last[key] - first[key]
+    delta = f"{signed(100 * difference, 1)} points" if key == "success_rate" else signed(difference, 3)
+    before = f'<span class="before">{show(first[key])}{error(first)}</span>'
+    return f'<div class="change"><h3>{name} <small>{delta}</small></h3><p>{before} {ARROW} {after}</p></div>'
+
+
+def comparison(runs: Sequence[Run]) -> str:
+    """Several runs: their table, and the recipe's keys in which they differ."""
+    return (
+        f'<header><p class="kicker">onetake comparison</p><h1>{len(runs)} runs</h1>'
+        f'<p class="where">On held-out prompts, first evaluation {ARROW} last</p>{_runs_table(runs)}{_differences(runs)}</header>'
+    )
+
+
+def _runs_table(runs: Sequence[Run]) -> str:
+    head = ("run", "execution", "updates", "wall-clock", "forwards", "success", "mean score", "diversity", "peak MiB")
+    rows = "".join(_run_row(run, i) for i, run in enumerate(runs))
+    heads = "".join(f"<th>{name}</th>" for name in head)
+    return f'<div class="scroll"><table class="numbers runs"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>'
+
+
+def _run_row(run: Run, index: int) -> str:
+    cells = (
+        escape(" + ".join(run.executions)) or "–",
+        count(run.last["update"]),
+        duration(run.last["wall_s"]),
+        count(run.last["forwards"]),
+        _pair(run, "success_rate", percent, _error),
+        _pair(run, "score_mean", score),
+        _pair(run, "diversity", score),
+        count(run.peak_rss_mib) if run.peak_rss_mib is not None else "–",
+    )
+    return (
+        f"<tr><th>{curves.swatch(index)}{escape(run.name)}</th>"
+        + "".join(f"<td>{cell}</td>" for cell in cells)
+        + "</tr>"
+    )
+
+
+def _pair(run: Run, key: str, show: Show, error: Error = _nothing) -> str:
+    lines = [line for line in run.evaluations if key in line]
+    if not lines:
+        return "–"
+    after = f"<b>{show(lines[-1][key])}</b> {error(lines[-1])}"
+    return after if len(lines) == 1 else f'<span class="before">{show(lines[0][key])}</span> {ARROW} {after}'
+
+
+def _differences(runs: Sequence[Run]) -> str:
+    flat = [flatten(run.config) for run in runs]
+    keys = [key for key in dict.fromkeys(k for tree in flat for k in tree) if len({tree.get(key) for tree in flat}) > 1]
+    if not keys:
+        return '<p class="note">The recipes are equal.</p>'
+    heads = "".join(f"<th>{escape(run.name)}</th>" for run in runs)
+    rows = "".join(
+        f"<tr><th><code>{escape(key)}</code></th>"
+        + "".join(f"<td>{escape(tree.get(key, '–'))}</td>" for tree in flat)
+        + "</tr>"
+        for key in keys
+    )
+    head = f"<thead><tr><th></th>{heads}</tr></thead>"
+    return (
+        "<h2>Where the recipes differ</h2>"
+        f'<div class="scroll"><table class="differences">{head}<tbody>{rows}</tbody></table></div>'
+    )
+
+
+def recipe(runs: Sequence[Run]) -> str:
+    """What is needed to run it again, and what the words mean."""
+    several = len(runs) > 1
+    configs = "".join(_details(_title("Recipe", run, several), f"<pre>{escape(run.config_text)}</pre>") for run in runs)
+    environments = "".join(_details(_title("Environment", run, several), _environment(run)) for run in runs)
+    glossary = _details("Glossary: what each metric means", _glossary(runs))
+    return f'<section id="appendix"><h2>Recipe, environment, glossary</h2>{configs}{environments}{glossary}</section>'
+
+
+def _title(what: str, run: Run, several: bool) -> str:
+    return f"{what} of {escape(run.name)}" if several else what
+
+
+def _details(title: str, body: str) -> str:
+    return f"<details><summary>{title}</summary>{body}</details>"
+
+
+def _environment(run: Run) -> str:
+    if not run.environment:
+        return '<p class="note">This run holds no environment.json.</p>'
+    return _definitions({escape(key): escape(str(value)) for key, value in run.environment.items()})
+
+
+def _glossary(runs: Sequence[Run]) -> str:
+    used = {key for run in runs for line in run.updates + run.evaluations for key in line}
+    return _definitions({f"<code>{key}</code>": code(text) for key, text in METRICS.items() if key in used})
+
+
+def _definitions(rows: dict[str, str]) -> str:
+    return f'<dl class="definitions">{"".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in rows.items())}</dl>'

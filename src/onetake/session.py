@@ -1,0 +1,216 @@
+"""A run as a user sees it: its folder, its progress bar, its last words. Between the command line and `train`."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from onetake import config
+from onetake.checkpoint import Checkpoint, Checkpoints, read
+from onetake.evaluation import Evaluation
+from onetake.execution.preflight import Preflight
+from onetake.policies.adapters import apply_weights
+from onetake.policies.diffusion import load_pipeline
+from onetake.recipe import Recipe
+from onetake.report import write
+from onetake.train import Outcome, Watcher, device_of
+from onetake.train import train as train_recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """A checked recipe and the folder it runs in."""
+
+    recipe: Recipe
+    folder: Path
+
+
+def opened(name: str, overrides: list[str]) -> Session:
+    """A new run of a recipe: everything is checked, then its folder is made. Raises ValueError before that if not."""
+    recipe = config.load(config.recipe_text(name), overrides)
+    folder = recipe.out or _next_free(Path("runs"), Path(name).stem)
+    if folder.is_dir() and any(folder.iterdir()):
+        raise ValueError(
+            f"out: {folder} is not empty; continue that run with `onetake train --resume {folder}`, or choose another folder "
+            "with --set out=…"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(config.dump(recipe))
+    except OSError as error:
+        raise ValueError(
+            f"out: cannot write to {folder} ({error.strerror}); choose another folder with --set out=…"
+        ) from error
+    return Session(recipe=recipe, folder=folder)
+
+
+def continued(folder: Path, overrides: list[str]) -> Session:
+    """An earlier run, to be continued. Raises ValueError if its recipe would change (other than growing `updates`)."""
+    saved = folder / "config.yaml"
+    if not saved.is_file():
+        raise ValueError(f"--resume {folder}: not a run folder (it has no config.yaml)")
+    text = saved.read_text()
+    old, new = config.load(text), config.load(text, overrides)
+    changed = config.changes(old, new)
+    if changed:
+        raise ValueError(
+            f"--resume {folder}: a resumed run keeps its recipe, but this would change\n"
+            + "\n".join(changed)
+            + "\nstart a new run for that, or leave the changes out"
+        )
+    saved.write_text(config.dump(new))
+    return Session(recipe=new, folder=folder)
+
+
+def train_and_report(session: Session, console: Console) -> Outcome:
+    """Train with a progress bar, write the report, and say how it went."""
+    recipe, folder = session.recipe, session.folder
+    (folder / "environment.json").write_text(json.dumps(environment(recipe), indent=1))
+    for line in plan_lines(recipe):
+        console.print(line)
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("ETA"),
+        TimeRemainingColumn(),
+        console=console,
+    ) as progress:
+        bar = progress.add_task("starting", total=recipe.updates)
+        watch = _watcher(
+            progress.console.print, lambda text, done: progress.update(bar, description=text, completed=done)
+        )
+        outcome = train_recipe(recipe, folder, config.dump(recipe), watch)
+    report = write([folder], folder / "report.html")
+    if outcome.stopped:
+        console.print(f"stopped; what is done is saved. Continue with: onetake train --resume {folder}")
+    for line in closing_lines(outcome):
+        console.print(line)
+    console.print(f"report  {report}")
+    return outcome
+
+
+def plan_lines(recipe: Recipe) -> list[str]:
+    """What the run will do, in numbers."""
+    size, steps = recipe.rollout, recipe.policy.steps
+    trajectories = size.groups * size.group_size
+    scale = "1/D per event" if recipe.objective.scale == "per_dim" else "exact"
+    return [
+        f"{recipe.updates} updates × {size.groups} prompts × {size.group_size} images = "
+        f"{recipe.rollouts * trajectories:,} images, {steps} steps each; trained events: {recipe.selection.kind}, "
+        f"execution: {recipe.execution}, {recipe.policy.trainable.kind}",
+        f"clip ratio {recipe.objective.clip_low:g}/{recipe.objective.clip_high:g} (log-ratio scale: {scale}); "
+        f"{'no clip is active on the first update of a rollout' if recipe.updates_per_rollout == 1 else ''}".rstrip(
+            "; "
+        ),
+    ]
+
+
+def closing_lines(outcome: Outcome) -> list[str]:
+    """Before → after on held-out prompts."""
+    if outcome.before is None or outcome.after is None:
+        return []
+    before, after = outcome.before.summary(), outcome.after.summary()
+    lines = [f"held-out prompts, {after['n']} images, ODE sampler, the same noise before and after"]
+    if "success_rate" in after:
+        lines.append(
+            f"  success    {before['success_rate']:.3f} ± {before['stderr']:.3f} → "
+            f"{after['success_rate']:.3f} ± {after['stderr']:.3f}"
+        )
+    for key, label in (("score_mean", "score"), ("diversity", "diversity")):
+        if key in after:
+            lines.append(f"  {label:<10} {before[key]:.3f} → {after[key]:.3f}")
+    return lines
+
+
+def draw(checkpoint: Path, prompts: list[str], out: Path, *, images: int, seed: int) -> list[Path]:
+    """PNG files of `prompts` by the plain pipeline with a checkpoint's weights. Raises ValueError if it is no checkpoint."""
+    found = find_checkpoint(checkpoint)
+    recipe = config.load((found.folder / "config.yaml").read_text())
+    pipe = load_pipeline(recipe.pipeline_folder, recipe.policy.dtype)
+    apply_weights(pipe, found.weights)
+    pipe.to(device_of(recipe))
+    out.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for number, prompt in enumerate(prompts):
+        drawn = pipe.__call__(
+            prompt,
+            num_images_per_prompt=images,
+            num_inference_steps=recipe.policy.steps,
+            guidance_scale=recipe.policy.guidance,
+            generator=[torch.Generator().manual_seed(seed + i) for i in range(images)],
+            **recipe.policy.call,
+        ).images
+        for i, image in enumerate(drawn):
+            paths.append(out / f"{number:03d}-{i:02d}-{prompt.replace(' ', '-')[:60].replace('/', '-')}.png")
+            image.save(paths[-1])
+    return paths
+
+
+def find_checkpoint(folder: Path) -> Checkpoint:
+    """The checkpoint that `folder` is, or the latest of the run that it is. Raises ValueError if it is neither."""
+    if (folder / "state.json").is_file():
+        return read(folder)
+    if not (folder / "config.yaml").is_file():
+        raise ValueError(f"{folder} is neither a run folder (config.yaml) nor a checkpoint (state.json)")
+    recipe = config.load((folder / "config.yaml").read_text())
+    found = Checkpoints(folder / "checkpoints", recipe.checkpoint).latest(say=lambda text: print(text, file=sys.stderr))
+    if found is None:
+        raise ValueError(f"{folder} has no whole checkpoint yet")
+    return found
+
+
+def environment(recipe: Recipe) -> dict[str, str | int]:
+    """Where a run runs, for its report."""
+    packages = ("onetake", "torch", "diffusers", "transformers", "peft")
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    return {
+        "command": " ".join(sys.argv),
+        "started": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "python": platform.python_version(),
+        **{name: version(name) for name in packages},
+        "git": git.stdout.strip() or "not a checkout",
+        "platform": platform.platform(),
+        "cpu_cores": os.cpu_count() or 0,
+        "threads": torch.get_num_threads(),
+        "device": str(device_of(recipe)),
+    }
+
+
+def _next_free(root: Path, name: str) -> Path:
+    taken = [int(p.name[len(name) + 1 :]) for p in root.glob(f"{name}-[0-9][0-9][0-9]")]
+    return root / f"{name}-{max(taken, default=0) + 1:03d}"
+
+
+def _watcher(say, show) -> Watcher:
+    """Prints evaluations and the pre-flight's findings, and keeps the bar's text at the latest update."""
+
+    def preflight(found: Preflight) -> None:
+        error = f", gradient equals native to {found.gradient_error:.0e}" if found.gradient_error else ""
+        say(f"pre-flight: events {found.events} re-scored by {found.way}: equal latents and velocities, ratio 1{error}")
+
+    def update(columns: dict) -> None:
+        phases = " ".join(f"{name} {columns[f'{name}_s']:.2f}s" for name in ("sampling", "reward", "backward"))
+        success = f" success {columns['success_rate']:.2f}" if "success_rate" in columns else ""
+        show(f"reward {columns['score_mean']:.3f}{success} | {phases}", columns["update"])
+
+    def evaluation(number: int, result: Evaluation) -> None:
+        summary = result.summary()
+        success = (
+            f", success {summary['success_rate']:.3f} ± {summary['stderr']:.3f}" if "success_rate" in summary else ""
+        )
+        say(f"update {number}: held-out score {summary['score_mean']:.3f}{success} (n = {summary['n']})")
+
+    return Watcher(say=say, preflight=preflight, update=update, evaluation=evaluation)

@@ -1,0 +1,246 @@
+"""The training loop: sample, score, weigh, accumulate, step."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from onetake import evaluation
+from onetake.advantages import dead_groups
+from onetake.allocator import keep_freed_memory
+from onetake.checkpoint import Checkpoint, Checkpoints, State
+from onetake.evaluation import Evaluation, evaluate
+from onetake.execution import EXECUTIONS, Execution, Recompute
+from onetake.execution.preflight import Preflight, preflight
+from onetake.execution.sampling import deal, sample, score
+from onetake.metrics import Log, Stopwatch, peak_rss_mib
+from onetake.objectives import Coefficients
+from onetake.optimizer import Optimizer
+from onetake.policies import trainable
+from onetake.policies.diffusion import DiffusionPolicy
+from onetake.recipe import Recipe
+from onetake.records import Address, MicroBatch, Rollout
+from onetake.tasks import Task
+
+
+@dataclass(kw_only=True)
+class Watcher:
+    """What a caller may want to see while a run goes on; by default nothing."""
+
+    say: Callable[[str], None] = print
+    preflight: Callable[[Preflight], None] = lambda result: None
+    update: Callable[[dict], None] = lambda columns: None
+    evaluation: Callable[[int, Evaluation], None] = lambda update, result: None
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """How a run ended."""
+
+    folder: Path
+    before: Evaluation | None
+    after: Evaluation | None
+    stopped: bool  # by Ctrl-C; the last checkpoint is at the last finished update
+    best: Checkpoint | None
+
+
+def train(recipe: Recipe, folder: Path, recipe_text: str, watch: Watcher | None = None) -> Outcome:
+    """Train `recipe` in run folder `folder`, from its latest checkpoint if it has one.
+
+    `recipe_text` is the resolved recipe, written beside every checkpoint. Raises ValueError with the cause if the run
+    cannot be right: a pre-flight difference, a reward that is not finite, a gradient that is not finite.
+    """
+    run = Run(recipe, folder, recipe_text, watch or Watcher())
+    with _interruptible() as interrupted:
+        run.start()
+        while run.update < recipe.updates and not interrupted:
+            run.one_rollout()
+        if run.update > run.saved:
+            run.checkpoint(None)
+    return run.outcome(stopped=bool(interrupted) and run.update < recipe.updates)
+
+
+@dataclass
+class Run:
+    """A run in progress: the parts it is made of, and its counters."""
+
+    recipe: Recipe
+    folder: Path
+    recipe_text: str
+    watch: Watcher
+    update: int = 0
+    saved: int = -1
+    saved_forwards: int = 0
+    evaluations: dict[int, Evaluation] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        recipe = self.recipe
+        keep_freed_memory()
+        self.task: Task = recipe.task.load()
+        self.policy = DiffusionPolicy.from_config(recipe.policy, recipe.pipeline_folder, recipe.seed)
+        self.policy.pipe.to(device_of(recipe))
+        self.execution: Execution = EXECUTIONS[recipe.execution]()
+        self.optimizer = Optimizer(recipe.optimizer, trainable(self.policy))
+        self.log = Log(self.folder / "metrics.jsonl")
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", recipe.checkpoint)
+        self._began = time.perf_counter()
+
+    @property
+    def wall_s(self) -> float:
+        return time.perf_counter() - self._began
+
+    def start(self) -> None:
+        """Check the policy, then continue from the latest checkpoint or evaluate the untrained policy."""
+        check = preflight(self.policy, self.execution, self.recipe.objective, self.micro_batches(0))
+        self.policy.calls = self.policy.forwards = 0
+        self.watch.preflight(check)
+        found = self.checkpoints.latest(self.watch.say)
+        self._began = time.perf_counter()
+        if found is None:
+            self.log.rewind(-1)
+            self.evaluate()
+        else:
+            self.resume(found)
+
+    def resume(self, checkpoint: Checkpoint) -> None:
+        state = checkpoint.state
+        self.recipe.policy.trainable.load(self.policy.pipe, checkpoint.weights)
+        self.optimizer.load(checkpoint.optimizer())
+        self.update = self.saved = self.policy.version = state.update
+        self.policy.calls, self.policy.forwards = state.calls, state.forwards
+        self.saved_forwards = state.saved_forwards
+        self._began -= state.wall_s
+        self.log.rewind(state.update)
+
+    def micro_batches(self, rollout: int) -> list[MicroBatch]:
+        recipe = self.recipe
+        address = Address(seed=recipe.seed, stream="train", update=rollout)
+        return deal(recipe.rollout, self.task.train, self.policy, recipe.selection, recipe.objective, address)
+
+    def one_rollout(self) -> None:
+        """Sample and score once; update once by the recipe's execution, and again by recompute if it asks for more."""
+        watch = Stopwatch()
+        with watch.phase("sampling"):
+            decoding, trained = self.policy.decode_seconds, self.policy.trained_forwards
+            rollout = sample(
+                self.policy, self.execution, self.micro_batches(self.update // self.recipe.updates_per_rollout)
+            )
+            decoding = self.policy.decode_seconds - decoding
+            self.saved_forwards += self.policy.trained_forwards - trained  # trained while sampling: no second forward
+        watch.seconds["sampling"] -= decoding
+        watch.seconds["decoding"] += decoding
+        with watch.phase("reward"):
+            score(rollout, self.task.reward, self.recipe.advantages)
+        for repetition in range(self.recipe.updates_per_rollout):
+            self.one_update(rollout, self.execution if repetition == 0 else Recompute(), watch)
+            watch = Stopwatch()
+        due = self.update == self.recipe.updates
+        held_out = self.evaluate() if due or self._passed(self.recipe.evaluation.every) else None
+        if due or held_out is not None or self._passed(self.recipe.checkpoint.every):
+            self.checkpoint(held_out)
+
+    def one_update(self, rollout: Rollout, execution: Execution, watch: Stopwatch) -> None:
+        coefficients = Coefficients(self.recipe.objective, rollout)
+        with watch.phase("backward"):
+            execution.accumulate(self.policy, rollout, coefficients)
+        with watch.phase("optimizer"):
+            stepped = self.optimizer.step(self.update)
+        self.update += 1
+        self.policy.version += 1
+        columns = {
+            "kind": "update",
+            "update": self.update,
+            "wall_s": self.wall_s,
+            "forwards": self.policy.forwards,
+            "saved_forwards": self.saved_forwards,
+            "execution": next(name for name, kind in EXECUTIONS.items() if isinstance(execution, kind)),
+            **self._reward_columns(rollout),
+            **watch.columns(),
+            **coefficients.statistics(),
+            **stepped,
+            "peak_rss_mib": peak_rss_mib(),
+        }
+        self.log.write(**columns)
+        self.watch.update(columns)
+
+    def evaluate(self) -> Evaluation:
+        result = evaluate(self.policy, self.task, self.recipe.evaluation, seed=self.recipe.seed)
+        self.evaluations[self.update] = result
+        columns = {"kind": "evaluation", "update": self.update, "wall_s": self.wall_s}
+        counts = {"forwards": self.policy.forwards, "saved_forwards": self.saved_forwards}
+        self.log.write(**columns, **counts, **result.summary())
+        evaluation.save(result, self.task, self.folder / "evaluations", self.update)
+        self.watch.evaluation(self.update, result)
+        return result
+
+    def checkpoint(self, held_out: Evaluation | None) -> None:
+        summary = held_out.summary() if held_out is not None else {}
+        state = State(
+            update=self.update,
+            wall_s=self.wall_s,
+            calls=self.policy.calls,
+            forwards=self.policy.forwards,
+            saved_forwards=self.saved_forwards,
+            held_out=summary.get("success_rate", summary.get("score_mean")),
+        )
+        self.checkpoints.save(
+            state,
+            lambda folder: self.recipe.policy.trainable.save(self.policy.pipe, folder),
+            self.optimizer.state(),
+            self.recipe_text,
+        )
+        self.saved = self.update
+
+    def outcome(self, *, stopped: bool) -> Outcome:
+        return Outcome(
+            folder=self.folder,
+            before=self.evaluations.get(0),
+            after=self.evaluations.get(self.recipe.updates),
+            stopped=stopped,
+            best=self.checkpoints.best(),
+        )
+
+    def _passed(self, every: int) -> bool:
+        """Whether the updates on the latest rollout reached or crossed a multiple of `every`."""
+        return self.update // every > (self.update - self.recipe.updates_per_rollout) // every
+
+    def _reward_columns(self, rollout: Rollout) -> dict[str, float | int]:
+        rewards = rollout.rewards
+        assert rewards is not None
+        columns: dict[str, float | int] = {
+            "score_mean": float(rewards.mean()),
+            "score_spread": float(rewards.std(1, correction=0).mean()),
+            "dead_groups": int(dead_groups(rewards).sum()),
+        }
+        if self.task.success_at is not None:
+            columns["success_rate"] = float((rewards >= self.task.success_at).double().mean())
+        return columns
+
+
+def device_of(recipe: Recipe) -> torch.device:
+    if recipe.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(recipe.device)
+
+
+@contextmanager
+def _interruptible() -> Iterator[list[int]]:
+    """Collects the first Ctrl-C, so that the update in progress ends and is saved; a second one interrupts at once."""
+    received: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        if received:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    previous = signal.signal(signal.SIGINT, note)
+    try:
+        yield received
+    finally:
+        signal.signal(signal.SIGINT, previous)

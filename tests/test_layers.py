@@ -1,0 +1,156 @@
+"""Imports point strictly down the layers, heavy libraries have one door each, and nothing heavy happens on import."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import onetake
+
+ROOT = Path(onetake.__file__).parent
+LAYERS = [
+    {"records", "metrics", "allocator"},
+    {"noise", "transitions", "advantages", "objectives", "selection"},
+    {"policies", "rewards"},
+    {"execution"},
+    {"train", "checkpoint", "tasks", "evaluation", "recipe", "optimizer", "verify"},
+    {"cli", "config", "session", "report", "__main__"},
+]
+LAYER = {part: number for number, parts in enumerate(LAYERS) for part in parts}
+ROOT_ITSELF = "onetake"  # holds the version; belongs to no layer
+
+
+def files() -> dict[str, Path]:
+    """Dotted module name → file."""
+    named = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = ("onetake", *path.relative_to(ROOT).with_suffix("").parts)
+        named[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return named
+
+
+FILES = files()
+
+
+def imports(module: str) -> set[str]:
+    """Modules that `module` imports anywhere in its text, inside functions too. Our own are resolved to files."""
+    found = set()
+    for node in ast.walk(ast.parse(FILES[module].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: write imports in full"
+            submodules = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= submodules & FILES.keys()
+            if not submodules <= FILES.keys():
+                found.add(node.module)
+    return found
+
+
+def ours(module: str) -> set[str]:
+    return {name for name in imports(module) if name.partition(".")[0] == "onetake"} - {ROOT_ITSELF}
+
+
+def part(module: str) -> str:
+    """``onetake.policies.toy`` → ``policies``."""
+    return module.split(".")[1]
+
+
+INSIDE = sorted(FILES.keys() - {ROOT_ITSELF})
+
+
+def test_every_module_has_a_layer_and_every_layer_its_modules():
+    assert {part(module) for module in INSIDE} == LAYER.keys()
+
+
+def test_the_parser_sees_imports_of_every_kind():
+    """Of a submodule, of a name, inside a function; else the tests below would pass for nothing."""
+    assert "onetake.train" in ours("onetake.session")
+    assert "onetake.config" in ours("onetake.cli")
+    assert "onetake.noise" in ours("onetake.selection")
+    assert "onetake.tasks.shapes.captions" in ours("onetake.tasks")
+    assert "torch" in imports("onetake.noise")
+
+
+@pytest.mark.parametrize("module", INSIDE)
+def test_imports_point_down(module):
+    """To a lower layer, or sideways inside one (no cycle: see below)."""
+    assert ours(module) <= FILES.keys()
+    up = {name for name in ours(module) if LAYER[part(name)] > LAYER[part(module)]}
+    assert not up, f"{module} (layer {LAYER[part(module)]}) imports {sorted(up)} from above"
+    assert not ours(ROOT_ITSELF)
+
+
+def test_no_cycles():
+    """Importing a submodule runs its packages first, so a module also depends on the packages of what it imports."""
+
+    def needs(module: str) -> set[str]:
+        packages = {".".join(name.split(".")[:n]) for name in ours(module) for n in range(2, name.count(".") + 1)}
+        return {name for name in ours(module) | packages if not module.startswith(f"{name}.")} - {module}
+
+    try:
+        order = list(TopologicalSorter({module: needs(module) for module in INSIDE}).static_order())
+    except CycleError as error:
+        pytest.fail(" ← ".join(error.args[1]))
+    assert set(order) == set(INSIDE)
+
+
+# Library → the only part that may import it
+DOORS = {
+    "diffusers": "policies",
+    "peft": "policies",
+    "matplotlib": "report",
+    "typer": "cli",
+}
+
+
+@pytest.mark.parametrize("library", DOORS)
+def test_one_door_to_each_library(library):
+    users = {part(m) for m in INSIDE if library in {name.partition(".")[0] for name in imports(m)}}
+    assert users == {DOORS[library]}
+
+
+def test_only_execution_and_above_know_how_gradients_are_used():
+    """The mathematics (layers 0 and 1) imports nothing but torch, pydantic and the standard library."""
+    allowed = {"onetake", "torch", "pydantic", *sys.stdlib_module_names}
+    for module in INSIDE:
+        if LAYER[part(module)] <= 1:
+            assert {name.partition(".")[0] for name in imports(module)} <= allowed
+
+
+@pytest.mark.parametrize("module", ["onetake", "onetake.cli", "onetake.report"])
+def test_importing_stays_light(module):
+    """``onetake --help`` and ``onetake report`` answer without torch; pyplot would probe for a display."""
+    heavy = ("torch", "diffusers", "transformers", "peft", "pydantic", "matplotlib.pyplot")
+    program = f"import sys, {module}; print(*sorted(set({heavy}) & sys.modules.keys()))"
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert told.stdout.split() == []
+
+
+def test_importing_everything_prints_nothing_and_leaves_settings_alone():
+    """No logging set-up, no seeding, no probing on import: what changes, the libraries change by themselves."""
+    modules = ", ".join(m for m in INSIDE if not m.endswith("__main__"))
+    program = f"""
+import logging, os, torch
+import diffusers.loaders.peft, matplotlib.figure, peft, transformers, typer
+from diffusers import DiffusionPipeline
+torch.manual_seed(0)
+def settings():
+    seen = logging.root.handlers[:], logging.root.level, dict(os.environ), torch.get_default_dtype()
+    return *seen, torch.get_num_threads(), torch.is_grad_enabled(), torch.initial_seed(), torch.get_rng_state().tolist()
+before = settings()
+import {modules}
+assert settings() == before
+"""
+    told = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False)
+    assert (told.returncode, told.stdout) == (0, ""), told.stderr
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_files_fit_in_one_head(module):
+    assert len(FILES[module].read_text().splitlines()) <= 400
