@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,7 @@ def main() -> None:
     for library in ("TRANSFORMERS", "DIFFUSERS"):
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    sys.path.insert(0, "")  # a reward written module:function may lie in the working directory, as with python -m
     app()
 
 

@@ -95,14 +95,17 @@ class PeakMemory:
     """Highest resident memory of the process inside the block, MiB, by the kernel's high-water mark (Linux)."""
 
     mib: float | None = None
+    _resettable = True
 
     def __enter__(self) -> PeakMemory:
-        if _STATUS.exists():
+        try:
             Path("/proc/self/clear_refs").write_text("5")  # resets the mark to the current size
+        except OSError:  # not Linux, or a container that forbids it: then the peak is not known
+            self._resettable = False
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if _STATUS.exists():
+        if self._resettable:
             marks = [line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM")]
             self.mib = int(marks[0].split()[1]) / 1024
 

@@ -15,7 +15,7 @@ from onetake.records import Address, MicroBatch
 
 
 def generator(*address: int | str) -> Generator:
-    """A CPU generator whose state is a function of `address` alone."""
+    """A CPU generator whose state is a function of `address` alone (of 32 bits of its digest: torch's engine keeps no more)."""
     digest = blake2b(repr(address).encode(), digest_size=8).digest()
     return Generator().manual_seed(int.from_bytes(digest, "big") >> 1)  # manual_seed takes 63 bits
 

@@ -122,7 +122,7 @@ def closing_lines(outcome: Outcome) -> list[str]:
     """Before → after on held-out prompts."""
     if outcome.before is None or outcome.after is None:
         return []
-    before, after = outcome.before.summary(), outcome.after.summary()
+    before, after = outcome.before, outcome.after
     lines = [f"held-out prompts, {after['n']} images, ODE sampler, the same noise before and after"]
     if "success_rate" in after:
         lines.append(

@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -44,8 +44,8 @@ class Outcome:
     """How a run ended."""
 
     folder: Path
-    before: Evaluation | None
-    after: Evaluation | None
+    before: dict[str, float] | None  # the log's line of the evaluation before training
+    after: dict[str, float] | None  # and of the one after the last update
     stopped: bool  # by Ctrl-C; the last checkpoint is at the last finished update
     best: Checkpoint | None
 
@@ -77,7 +77,6 @@ class Run:
     update: int = 0
     saved: int = -1
     saved_forwards: int = 0
-    evaluations: dict[int, Evaluation] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         recipe = self.recipe
@@ -171,7 +170,6 @@ class Run:
 
     def evaluate(self) -> Evaluation:
         result = evaluate(self.policy, self.task, self.recipe.evaluation, seed=self.recipe.seed)
-        self.evaluations[self.update] = result
         columns = {"kind": "evaluation", "update": self.update, "wall_s": self.wall_s}
         counts = {"forwards": self.policy.forwards, "saved_forwards": self.saved_forwards}
         self.log.write(**columns, **counts, **result.summary())
@@ -198,10 +196,11 @@ class Run:
         self.saved = self.update
 
     def outcome(self, *, stopped: bool) -> Outcome:
+        evaluations = {line["update"]: line for line in self.log.read() if line["kind"] == "evaluation"}
         return Outcome(
             folder=self.folder,
-            before=self.evaluations.get(0),
-            after=self.evaluations.get(self.recipe.updates),
+            before=evaluations.get(0),
+            after=evaluations.get(self.recipe.updates),
             stopped=stopped,
             best=self.checkpoints.best(),
         )
