@@ -84,9 +84,9 @@ class Recipe:
         ),
         Phase(
             seed=10,
-            pictures=12_000,
-            shares=(0.05, 0.35, 0.6),
-            updates=1_000,
+            pictures=8_000,
+            shares=(0.1, 0.2, 0.7),
+            updates=700,
             muon_lr=1.4e-3,
             adam_lr=1e-3,
             warm_up=40,
