@@ -83,7 +83,9 @@ def main() -> None:
                 flush=True,
             )
     for (recipe, execution), values in gains.items():
-        print(f"{recipe}, {execution}: gain mean {statistics.mean(values):+.3f}, smallest {min(values):+.3f}, n = {s['n']}")
+        print(
+            f"{recipe}, {execution}: gain mean {statistics.mean(values):+.3f}, smallest {min(values):+.3f}, n = {s['n']}"
+        )
 
 
 if __name__ == "__main__":

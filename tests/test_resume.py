@@ -193,13 +193,21 @@ def test_curves_of_the_three_executions_coincide(recipe_file, whole, tmp_path):
     """`whole` ran under retain: recompute gives its weights and curves bit for bit, reweight up to rounding."""
     for execution in ("recompute", "reweight"):
         run(recipe_file, tmp_path / execution, f"execution={execution}")
-    reference, native, banked = final_weights(whole), final_weights(tmp_path / "recompute"), final_weights(tmp_path / "reweight")
+    reference, native, banked = (
+        final_weights(whole),
+        final_weights(tmp_path / "recompute"),
+        final_weights(tmp_path / "reweight"),
+    )
     assert all(torch.equal(native[name], reference[name]) for name in reference)
     assert all(torch.allclose(banked[name], reference[name], rtol=1e-2, atol=1e-3) for name in reference)
     columns = ("score_mean", "score_spread", "grad_norm")
     curves = {
         name: [line[c] for line in Log(folder / "metrics.jsonl").read() if line["kind"] == "update" for c in columns]
-        for name, folder in (("retain", whole), ("recompute", tmp_path / "recompute"), ("reweight", tmp_path / "reweight"))
+        for name, folder in (
+            ("retain", whole),
+            ("recompute", tmp_path / "recompute"),
+            ("reweight", tmp_path / "reweight"),
+        )
     }
     assert curves["recompute"] == curves["retain"]
     assert curves["reweight"] == pytest.approx(curves["retain"], rel=1e-3)

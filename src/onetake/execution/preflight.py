@@ -18,7 +18,6 @@ from onetake.objectives import Coefficients, Objective
 from onetake.policies import Policy, trainable
 from onetake.records import MicroBatch, Rollout, Transition
 
-
 GRADIENT_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Relative L2 that rounding may put between executions, by the coarsest dtype the model computes in. A gradient given to the
 wrong row is off by about 1; LeanGRPO reports 2 % for reweight in bfloat16, and 3 % between two native runs."""
