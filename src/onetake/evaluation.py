@@ -22,8 +22,8 @@ class EvaluationConfig(Config):
     """Before the first update, every `every` updates, and after the last."""
 
     every: int = Field(default=20, ge=1)
-    prompts: int = Field(default=
-        56, ge=1, description="held-out prompts, evenly spaced over the list; fewer if there are fewer"
+    prompts: int = Field(
+        default=56, ge=1, description="held-out prompts, evenly spaced over the list; fewer if there are fewer"
     )
     samples: int = Field(default=4, ge=1, description="images of each prompt; diversity needs 2")
 

@@ -8,13 +8,14 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from onetake import config
 from onetake.checkpoint import Checkpoint, Checkpoints, read
@@ -79,18 +80,13 @@ def train_and_report(session: Session, console: Console) -> Outcome:
     (folder / "environment.json").write_text(json.dumps(environment(recipe), indent=1))
     for line in plan_lines(recipe):
         console.print(line)
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("ETA"),
-        TimeRemainingColumn(),
-        console=console,
-    ) as progress:
+    columns = (TextColumn("{task.description}"), BarColumn(8), MofNCompleteColumn(), "ETA", TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
         bar = progress.add_task("starting", total=recipe.updates)
         watch = _watcher(
-            progress.console.print, lambda text, done: progress.update(bar, description=text, completed=done)
+            recipe,
+            say=lambda text: progress.console.print(text, markup=False),
+            show=lambda text, done: progress.update(bar, description=text, completed=done),
         )
         outcome = train_recipe(recipe, folder, config.dump(recipe), watch)
     report = write([folder], folder / "report.html")
@@ -104,17 +100,13 @@ def train_and_report(session: Session, console: Console) -> Outcome:
 
 def plan_lines(recipe: Recipe) -> list[str]:
     """What the run will do, in numbers."""
-    size, steps = recipe.rollout, recipe.policy.steps
-    trajectories = size.groups * size.group_size
-    scale = "1/D per event" if recipe.objective.scale == "per_dim" else "exact"
+    size = recipe.rollout
+    images = recipe.rollouts * size.groups * size.group_size
+    rollouts = "" if recipe.updates_per_rollout == 1 else f" on {recipe.rollouts} rollouts"
     return [
-        f"{recipe.updates} updates × {size.groups} prompts × {size.group_size} images = "
-        f"{recipe.rollouts * trajectories:,} images, {steps} steps each; trained events: {recipe.selection.kind}, "
-        f"execution: {recipe.execution}, {recipe.policy.trainable.kind}",
-        f"clip ratio {recipe.objective.clip_low:g}/{recipe.objective.clip_high:g} (log-ratio scale: {scale}); "
-        f"{'no clip is active on the first update of a rollout' if recipe.updates_per_rollout == 1 else ''}".rstrip(
-            "; "
-        ),
+        f"{recipe.updates} updates{rollouts} × {size.groups} prompts × {size.group_size} images = {images:,} images, "
+        f"{recipe.policy.steps} steps each",
+        f"trained: {recipe.policy.trainable.kind}; events: {recipe.selection.kind}; execution: {recipe.execution}",
     ]
 
 
@@ -132,6 +124,8 @@ def closing_lines(outcome: Outcome) -> list[str]:
     for key, label in (("score_mean", "score"), ("diversity", "diversity")):
         if key in after:
             lines.append(f"  {label:<10} {before[key]:.3f} → {after[key]:.3f}")
+    if outcome.best is not None:
+        lines.append(f"best checkpoint on them: {outcome.best.folder} ({outcome.best.state.held_out:.3f})")
     return lines
 
 
@@ -150,6 +144,7 @@ def draw(checkpoint: Path, prompts: list[str], out: Path, *, images: int, seed: 
             num_images_per_prompt=images,
             num_inference_steps=recipe.policy.steps,
             guidance_scale=recipe.policy.guidance,
+            negative_prompt=recipe.policy.negative_prompt,
             generator=[torch.Generator().manual_seed(seed + i) for i in range(images)],
             **recipe.policy.call,
         ).images
@@ -194,17 +189,22 @@ def _next_free(root: Path, name: str) -> Path:
     return root / f"{name}-{max(taken, default=0) + 1:03d}"
 
 
-def _watcher(say, show) -> Watcher:
+def _watcher(recipe: Recipe, say: Callable[[str], None], show: Callable[[str, int], None]) -> Watcher:
     """Prints evaluations and the pre-flight's findings, and keeps the bar's text at the latest update."""
 
     def preflight(found: Preflight) -> None:
         error = f", gradient equals native to {found.gradient_error:.0e}" if found.gradient_error else ""
         say(f"pre-flight: events {found.events} re-scored by {found.way}: equal latents and velocities, ratio 1{error}")
+        nats = recipe.objective.clip_high / recipe.objective.log_ratio_scale(found.dims)
+        say(
+            f"clip {recipe.objective.clip_high:g} with scale {recipe.objective.scale}, D = {found.dims:,}: reached when an "
+            f"event's log_prob moves by {nats:.3g} nats; on the first update of a rollout the ratio is exactly 1"
+        )
 
     def update(columns: dict) -> None:
-        phases = " ".join(f"{name} {columns[f'{name}_s']:.2f}s" for name in ("sampling", "reward", "backward"))
+        phases = " ".join(f"{name[:6]} {columns[f'{name}_s']:.1f}" for name in ("sampling", "reward", "backward"))
         success = f" success {columns['success_rate']:.2f}" if "success_rate" in columns else ""
-        show(f"reward {columns['score_mean']:.3f}{success} | {phases}", columns["update"])
+        show(f"reward {columns['score_mean']:.2f}{success} | {phases} s", columns["update"])
 
     def evaluation(number: int, result: Evaluation) -> None:
         summary = result.summary()

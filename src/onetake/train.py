@@ -124,31 +124,31 @@ class Run:
 
     def one_rollout(self) -> None:
         """Sample and score once; update once by the recipe's execution, and again by recompute if it asks for more."""
-        watch = Stopwatch()
-        with watch.phase("sampling"):
+        clock = Stopwatch()
+        with clock.phase("sampling"):
             decoding, trained = self.policy.decode_seconds, self.policy.trained_forwards
             rollout = sample(
                 self.policy, self.execution, self.micro_batches(self.update // self.recipe.updates_per_rollout)
             )
             decoding = self.policy.decode_seconds - decoding
             self.saved_forwards += self.policy.trained_forwards - trained  # trained while sampling: no second forward
-        watch.seconds["sampling"] -= decoding
-        watch.seconds["decoding"] += decoding
-        with watch.phase("reward"):
+        clock.seconds["sampling"] -= decoding
+        clock.seconds["decoding"] += decoding
+        with clock.phase("reward"):
             score(rollout, self.task.reward, self.recipe.advantages)
         for repetition in range(self.recipe.updates_per_rollout):
-            self.one_update(rollout, self.execution if repetition == 0 else Recompute(), watch)
-            watch = Stopwatch()
+            self.one_update(rollout, self.execution if repetition == 0 else Recompute(), clock)
+            clock = Stopwatch()
         due = self.update == self.recipe.updates
         held_out = self.evaluate() if due or self._passed(self.recipe.evaluation.every) else None
         if due or held_out is not None or self._passed(self.recipe.checkpoint.every):
             self.checkpoint(held_out)
 
-    def one_update(self, rollout: Rollout, execution: Execution, watch: Stopwatch) -> None:
+    def one_update(self, rollout: Rollout, execution: Execution, clock: Stopwatch) -> None:
         coefficients = Coefficients(self.recipe.objective, rollout)
-        with watch.phase("backward"):
+        with clock.phase("backward"):
             execution.accumulate(self.policy, rollout, coefficients)
-        with watch.phase("optimizer"):
+        with clock.phase("optimizer"):
             stepped = self.optimizer.step(self.update)
         self.update += 1
         self.policy.version += 1
@@ -160,7 +160,7 @@ class Run:
             "saved_forwards": self.saved_forwards,
             "execution": next(name for name, kind in EXECUTIONS.items() if isinstance(execution, kind)),
             **self._reward_columns(rollout),
-            **watch.columns(),
+            **clock.columns(),
             **coefficients.statistics(),
             **stepped,
             "peak_rss_mib": peak_rss_mib(),

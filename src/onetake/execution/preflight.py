@@ -33,8 +33,8 @@ class Preflight:
 
     way: str  # how events are re-scored
     events: list[int]
+    dims: int  # D of one trajectory
     gradient_error: float  # relative L2 distance of the execution's gradient to the native one
-    unreached: list[str]  # trainable tensors whose gradient is exactly zero (a LoRA's A is, at the start)
 
 
 def preflight(policy: Policy, execution: Execution, objective: Objective, batches: list[MicroBatch]) -> Preflight:
@@ -61,9 +61,9 @@ def preflight(policy: Policy, execution: Execution, objective: Objective, batche
                 "the pipeline mixes the rows of a micro-batch in a way reweight cannot follow. Use rollout.micro_batch: 1 or "
                 "execution: retain"
             )
-    unreached = [name for name, gradient in found.items() if not gradient.any()]
     events = sorted({k for batch in chosen for k in batch.events})
-    return Preflight(way=policy.way, events=events, gradient_error=error, unreached=unreached)
+    dims = rollout.transitions[0][0].dims
+    return Preflight(way=policy.way, events=events, dims=dims, gradient_error=error)
 
 
 def _covering(batches: list[MicroBatch]) -> list[MicroBatch]:
