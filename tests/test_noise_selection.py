@@ -205,8 +205,23 @@ def test_window_covers_its_range(until, places):
 
 
 def test_window_in_place():
+    window = Window(size=3, start=4, place="fixed")
     for update in range(5):
-        assert events(Window(size=3, start=4), update=update)[0, 0].nonzero().flatten().tolist() == [4, 5, 6]
+        assert events(window, update=update)[0, 0].nonzero().flatten().tolist() == [4, 5, 6]
+
+
+def test_window_slides_and_starts_over():
+    """MixGRPO: one event further every `interval` updates, back to the start after the last place."""
+    window = Window(size=4, place="sliding", interval=25)
+    firsts = [int(events(window, 8, update=update)[0, 0].nonzero()[0]) for update in range(0, 150, 25)]
+    assert firsts == [0, 1, 2, 3, 0, 1]  # 7 trainable events hold 4 places
+    assert window.first(8, Address(seed=0, stream="train", update=24)) == 0
+    assert (
+        Window(size=2, place="sliding", start=1, until=5, stride=2, interval=1).first(
+            8, Address(seed=9, stream="train", update=1)
+        )
+        == 1 + 2 % 3
+    )
 
 
 @pytest.mark.parametrize(("groups", "until"), [(1, 8), (2, 8), (4, 8), (8, 8), (16, 8), (3, 9), (5, None)])
@@ -322,7 +337,7 @@ CLIPS = [(1, 1.29, True), (1, 1.31, False), (1, 0.5, True), (-1, 0.91, True), (-
 def test_clip_removes_only_what_went_far_enough(advantage, ratio, trained):
     """A gradient is dropped where it would push the ratio further out, and nowhere else."""
     objective = Grpo(scale="exact", clip_low=0.1, clip_high=0.3)
-    rollout = roll(ToyPolicy(Flow()), Recompute(), selection=Window(size=1, start=0), objective=objective)
+    rollout = roll(ToyPolicy(Flow()), Recompute(), selection=Window(size=1, place="fixed"), objective=objective)
     rollout.advantages = torch.full_like(rollout.advantages, float(advantage))
     batch, old = rollout.batches[0], rollout.transitions[0][0]
     coefficients = Coefficients(objective, rollout)

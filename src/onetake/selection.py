@@ -61,33 +61,48 @@ class Fraction(Config):
 
 
 class Window(Config):
-    """`size` contiguous events, at `start`, or at a random place of the update inside [0, `until`) (Flow-GRPO-Fast)."""
+    """`size` contiguous events inside [start, until), the same for all trajectories of an update.
+
+    ``random`` draws the place for each update (Flow-GRPO-Fast); ``sliding`` moves it by `stride` every `interval` updates
+    and starts over at the end (MixGRPO, arXiv 2507.21802: size 4, stride 1, interval 25); ``fixed`` leaves it at `start`.
+    """
 
     kind: Literal["window"] = "window"
     size: int = Field(default=2, ge=1)
-    start: int | None = Field(default=None, ge=0)
+    place: Literal["random", "sliding", "fixed"] = "random"
+    start: int = Field(default=0, ge=0)
     until: int | None = Field(default=None, ge=1)  # None: up to the last trainable event
+    stride: int = Field(default=1, ge=1)
+    interval: int = Field(default=25, ge=1)
+
+    def _limit(self, steps: int) -> int:
+        return min(self.until or steps - 1, steps - 1)
 
     def problem(self, steps: int) -> str | None:
-        end = (self.start or 0) + self.size
-        limit = min(self.until or steps - 1, steps - 1)
+        end, limit = self.start + self.size, self._limit(steps)
         if end <= limit:
             return None
         cause = f"policy.steps: {steps}, the last step never is"
         if limit < steps - 1:
             cause = f"selection.until: {self.until}"
         return (
-            f"selection: a window of size {self.size} from event {self.start or 0} needs {end} events but "
+            f"selection: a window of size {self.size} from event {self.start} needs {end} events but "
             f"{limit} can be trained ({cause})"
         )
 
+    def first(self, steps: int, address: Address) -> int:
+        """Index of the window's first event in the update of `address`."""
+        places = self._limit(steps) - self.size - self.start + 1
+        if self.place == "random":
+            return self.start + int(torch.randint(places, (), generator=choice(address, "window")))
+        if self.place == "sliding":
+            return self.start + address.update // self.interval * self.stride % places
+        return self.start
+
     def mask(self, *, groups: int, group_size: int, steps: int, address: Address) -> Tensor:
-        start = self.start
-        if start is None:
-            places = min(self.until or steps - 1, steps - 1) - self.size + 1
-            start = int(torch.randint(places, (), generator=choice(address, "window")))
+        first = self.first(steps, address)
         mask = torch.zeros(groups, group_size, steps, dtype=torch.bool)
-        mask[..., start : start + self.size] = True
+        mask[..., first : first + self.size] = True
         return mask
 
 
