@@ -4,7 +4,7 @@
 
 Every run is `onetake train` with a shipped recipe in a process of its own with one thread; `--jobs` of them at a time. Prints
 one row a run, held-out strict success before → after (the last weights, never the best in between), and the means as a
-Markdown table. A run that is there already is not run again.
+Markdown table. A run that is there already is continued where it stopped.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ RECIPES = {"LoRA": "shapes", "full": "shapes-full"}
 
 def run(out: Path, recipe: str, execution: str, seed: int, overrides: list[str]) -> list[dict]:
     folder = out / f"{recipe}-{execution}-{seed}"
-    command = [sys.executable, "-m", "onetake", "train", recipe]
-    for override in [f"execution={execution}", f"seed={seed}", f"out={folder}", *overrides]:
+    new = [recipe, "--set", f"execution={execution}", "--set", f"seed={seed}", "--set", f"out={folder}"]
+    command = [sys.executable, "-m", "onetake", "train", *(["--resume", str(folder)] if folder.exists() else new)]
+    for override in overrides:
         command += ["--set", override]
-    if not (folder / "report.html").exists():
-        threads = {"OMP_NUM_THREADS": "1"}
-        subprocess.run(command, check=True, env=os.environ | threads, stdout=subprocess.DEVNULL)
+    threads = {"OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, env=os.environ | threads, stdout=subprocess.DEVNULL)
     return Log(folder / "metrics.jsonl").read()
 
 

@@ -10,11 +10,12 @@ import torch
 from helpers import fake_rewards, gradient_of, relative_error, roll
 from onetake.execution import EXECUTIONS, Recompute, Retain, Reweight
 from onetake.execution.sampling import RolloutConfig
-from onetake.objectives import Coefficients, Grpo
+from onetake.noise import generator
+from onetake.objectives import Coefficients, FlowDppo, Grpo, GrpoGuard
 from onetake.policies import trainable
 from onetake.policies.toy import ToyPolicy
 from onetake.selection import All, Fraction, Single, Window
-from onetake.transitions import Cps, Dance, Flash, Flow, log_prob, mean_std
+from onetake.transitions import Cps, Dance, Flash, Flow, gain, log_prob, mean_std
 
 SELECTIONS = {
     "all": All(),
@@ -27,35 +28,57 @@ OBJECTIVES = {
     "per_dim": Grpo(),
     "exact": Grpo(scale="exact", clip_low=0.1, clip_high=0.3),
     "rectified": Grpo(event_weights="rectified"),
+    "guard": GrpoGuard(),
+    "dppo": FlowDppo(event_weights="rectified"),
 }
 KERNELS = {"flow": Flow(), "dance": Dance(), "flash": Flash(), "cps": Cps()}
 GRID = list(itertools.product(EXECUTIONS, SELECTIONS, OBJECTIVES, KERNELS))
 
 
-def by_formula(policy: ToyPolicy, objective: Grpo, config: RolloutConfig, selection) -> dict[str, torch.Tensor]:
-    """Plain autograd of L = mean over events of w·max(−A r, −A clip r), written out once more, without executions."""
-    rollout = roll(policy, Recompute(), selection=selection, objective=objective, config=config)
-    total = torch.zeros((), dtype=torch.float64)
+def loss_by_hand(objective, old, mean, std, delta, advantage):
+    """One event's loss as the papers write it, once more."""
+    ell, dims = log_prob(old.action, mean, std), old.dims
+    drift = ((mean - old.mean) ** 2).flatten(1).sum(1) / (2 * std**2)
+    if isinstance(objective, GrpoGuard):
+        ratio = torch.exp(std / dims * (ell - old.log_prob + drift))
+        clipped = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
+        return torch.maximum(-advantage * ratio, -advantage * clipped) / -delta
+    ratio = torch.exp((ell - old.log_prob) / (dims if objective.scale == "per_dim" else 1))
+    if isinstance(objective, FlowDppo):
+        moving_on = ((advantage > 0) & (ratio > 1)) | ((advantage < 0) & (ratio < 1))
+        return -advantage * ratio * ~(moving_on & (drift / dims > objective.threshold)).detach()
+    clipped = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
+    return torch.maximum(-advantage * ratio, -advantage * clipped)
+
+
+def by_formula(policy: ToyPolicy, objective, rollout) -> dict[str, torch.Tensor]:
+    """Plain autograd of the mean over events of w·loss, without executions."""
+    total, sigmas = torch.zeros((), dtype=torch.float64), policy.sigmas
+    events = torch.cat([batch.stochastic for batch in rollout.batches])
+    weights = {k: 1.0 for k in range(len(sigmas) - 1)}
+    if objective.event_weights == "rectified":
+        inverse = {k: 1 / gain(policy.kernel, sigmas, k) for k in weights if events[:, k].any()}
+        mean = sum(inverse[k] * int(events[:, k].sum()) for k in inverse) / int(events.sum())
+        weights = {k: value / mean for k, value in inverse.items()}
     for batch, transitions in zip(rollout.batches, rollout.transitions, strict=True):
         advantage = rollout.advantages[batch.group][list(batch.samples)]
         for old in transitions:
-            velocity = policy.module(old.sample, policy.sigmas[old.index], batch.prompt_index)
-            mean, std = mean_std(policy.kernel, old.sample, velocity, policy.sigmas, old.index)
-            scale = 1 / old.dims if objective.scale == "per_dim" else 1.0
-            ratio = torch.exp(scale * (log_prob(old.action, mean, std) - old.log_prob))
-            clipped = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
-            terms = torch.maximum(-advantage * ratio, -advantage * clipped)
-            total = total + batch.weight[old.index] * terms[old.rows].sum()
-    events = sum(int(t.rows.sum()) for ts in rollout.transitions for t in ts)
+            velocity = policy.module(old.sample, sigmas[old.index], batch.prompt_index)
+            mean, std = mean_std(policy.kernel, old.sample, velocity, sigmas, old.index)
+            delta = sigmas[old.index + 1] - sigmas[old.index]
+            losses = loss_by_hand(objective, old, mean, std, delta, advantage)
+            total = total + weights[old.index] * losses[old.rows].sum()
     parameters = trainable(policy)
-    return dict(zip(parameters, torch.autograd.grad(total / events, list(parameters.values())), strict=True))
+    gradients = torch.autograd.grad(total / int(events.sum()), list(parameters.values()))
+    return dict(zip(parameters, gradients, strict=True))
 
 
 @pytest.mark.parametrize(("execution", "selection", "objective", "kernel"), GRID)
 def test_execution_equals_autograd_of_the_formula(execution, selection, objective, kernel):
     policy = ToyPolicy(KERNELS[kernel])
     config = RolloutConfig(groups=3, group_size=4, micro_batch=2)
-    wanted = by_formula(policy, OBJECTIVES[objective], config, SELECTIONS[selection])
+    rollout = roll(policy, Recompute(), selection=SELECTIONS[selection], objective=OBJECTIVES[objective], config=config)
+    wanted = by_formula(policy, OBJECTIVES[objective], rollout)
     found = gradient_of(
         policy, execution, objective=OBJECTIVES[objective], config=config, selection=SELECTIONS[selection]
     )
@@ -114,6 +137,29 @@ def test_second_update_on_a_rollout_needs_recompute():
             strategy.accumulate(policy, rollout, Coefficients(Grpo(), rollout))
 
 
+@pytest.mark.parametrize(
+    "objective",
+    [
+        Grpo(scale="exact", clip_low=0.05, clip_high=0.05),
+        GrpoGuard(clip_low=0.002, clip_high=0.002),
+        FlowDppo(scale="exact", threshold=0.0005),
+    ],
+    ids=lambda objective: objective.kind,
+)
+def test_second_update_equals_autograd_of_the_formula(objective):
+    """Off the behaviour policy: ratios, clips and masks are active, and some events survive them."""
+    policy, strategy = ToyPolicy(Flow()), Retain()
+    rollout = roll(policy, strategy, objective=objective)
+    with torch.no_grad():
+        for parameter in policy.module.parameters():
+            parameter += 0.03 * torch.randn(parameter.shape, generator=generator("moved"), dtype=torch.float64)
+    wanted = by_formula(policy, objective, rollout)
+    coefficients = Coefficients(objective, rollout)
+    Recompute().accumulate(policy, rollout, coefficients)
+    assert relative_error({n: p.grad for n, p in trainable(policy).items()}, wanted) < 1e-9
+    assert 0.05 < coefficients.statistics()["clip_fraction"] < 0.95
+
+
 def test_hybrid_second_update_equals_native():
     """First update by retain, second by recompute: the same as two native updates, ratio and clip included."""
     objective = Grpo(scale="exact", clip_low=0.05, clip_high=0.05)
@@ -158,9 +204,9 @@ def test_reweight_refuses_coefficients_that_vary_inside_a_trajectory():
     class Fading(Grpo):
         """A weight that only becomes known with the reward, different for each event."""
 
-        def terms(self, log_ratio, advantage):
+        def terms(self, log_ratio, advantage, divergence):
             self.calls.append(1)
-            return super().terms(log_ratio, advantage) * len(self.calls)
+            return super().terms(log_ratio, advantage, divergence) * len(self.calls)
 
         calls: list = []  # noqa: RUF012  pydantic copies defaults
 

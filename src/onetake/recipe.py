@@ -11,7 +11,7 @@ from onetake.advantages import Advantages
 from onetake.checkpoint import CheckpointConfig
 from onetake.evaluation import EvaluationConfig
 from onetake.execution.sampling import RolloutConfig
-from onetake.objectives import Grpo
+from onetake.objectives import Grpo, ObjectiveConfig
 from onetake.optimizer import OptimizerConfig
 from onetake.policies.diffusion import PolicyConfig
 from onetake.records import Config
@@ -25,7 +25,7 @@ class Recipe(Config):
     task: TaskConfig = ShapesTask()
     policy: PolicyConfig = PolicyConfig()
     selection: Selection = All()
-    objective: Grpo = Grpo()
+    objective: ObjectiveConfig = Grpo()
     advantages: Advantages = Advantages()
     execution: Literal["recompute", "retain", "reweight"] = "retain"
     rollout: RolloutConfig = RolloutConfig()

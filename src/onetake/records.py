@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 from torch import Tensor
 
@@ -72,6 +73,7 @@ class Transition:
     sample: Tensor  # x_k (B, ...)
     action: Tensor  # x_{k+1} (B, ...)
     velocity: Tensor  # (B, ...)
+    mean: Tensor  # (B, ...) float32 or wider; carries a graph as log_prob does
     log_prob: Tensor  # (B,)
     std: float
 
@@ -80,8 +82,13 @@ class Transition:
         """D, the number of latent dimensions of one trajectory."""
         return self.action[0].numel()
 
+    def kl(self, old: Transition) -> Tensor:
+        """(B,) KL divergence ‖μ − μ_old‖²/(2S²) in nats between the same event under two policies, over the true S²."""
+        shift = (self.mean - old.mean.detach()) / self.std
+        return torch.where(self.rows, 0.5 * shift.square().flatten(1).sum(1), 0)
+
     def detached(self) -> Transition:
-        return replace(self, log_prob=self.log_prob.detach())
+        return replace(self, mean=self.mean.detach(), log_prob=self.log_prob.detach())
 
 
 @dataclass(kw_only=True)

@@ -195,11 +195,7 @@ def _watcher(recipe: Recipe, say: Callable[[str], None], show: Callable[[str, in
     def preflight(found: Preflight) -> None:
         error = f", gradient equals native to {found.gradient_error:.0e}" if found.gradient_error else ""
         say(f"pre-flight: events {found.events} re-scored by {found.way}: equal latents and velocities, ratio 1{error}")
-        nats = recipe.objective.clip_high / recipe.objective.log_ratio_scale(found.dims)
-        say(
-            f"clip {recipe.objective.clip_high:g} with scale {recipe.objective.scale}, D = {found.dims:,}: reached when an "
-            f"event's log_prob moves by {nats:.3g} nats; on the first update of a rollout the ratio is exactly 1"
-        )
+        say(f"{recipe.objective.limit(found.dims)}; on the first update of a rollout the ratio is exactly 1")
 
     def update(columns: dict) -> None:
         phases = " ".join(f"{name[:6]} {columns[f'{name}_s']:.1f}" for name in ("sampling", "reward", "backward"))

@@ -23,4 +23,4 @@ class Recompute:
         for batch, transitions in zip(rollout.batches, rollout.transitions, strict=True):
             for old in transitions:
                 new = policy.score(batch, old)
-                new.log_prob.backward(coefficients.omega(batch, old, new.log_prob))
+                coefficients.scored(old, new).backward(coefficients.omega(batch, old, new))

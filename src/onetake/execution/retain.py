@@ -32,5 +32,5 @@ class Retain:
         kept, self._log_probs = self._log_probs, []
         for batch, transitions, log_probs in zip(rollout.batches, rollout.transitions, kept, strict=True):
             for position, old in enumerate(transitions):
-                log_probs[position].backward(coefficients.omega(batch, old, log_probs[position]))
+                log_probs[position].backward(coefficients.omega(batch, old, old))
                 log_probs[position] = log_probs[position].detach()  # frees the graph before the next backward

@@ -48,7 +48,7 @@ class Reweight:
 
 def _factor(batch: MicroBatch, transitions: list[Transition], coefficients: Coefficients) -> Tensor:
     """(B,) a_i with ω_ik = a_i·w_k for every event. Raises ValueError where no such factor exists."""
-    omegas = [coefficients.omega(batch, old, old.log_prob) / float(batch.weight[old.index]) for old in transitions]
+    omegas = [coefficients.omega(batch, old, old) / float(batch.weight[old.index]) for old in transitions]
     rows = torch.stack([old.rows for old in transitions])  # (K, B)
     per_event = torch.stack(omegas)
     factor = torch.where(rows, per_event, 0).sum(0) / rows.sum(0).clamp(min=1)

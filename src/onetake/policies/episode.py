@@ -57,6 +57,7 @@ class Episode:
                 sample=sample.detach(),
                 action=action,
                 velocity=velocity.detach(),
+                mean=mean,
                 log_prob=score,
                 std=std,
             )
