@@ -33,7 +33,7 @@ def save(checkpoints: Checkpoints, update: int, held_out: float | None = None):
     weight = {"weight": torch.full((4, 3), float(update))}
     return checkpoints.save(
         state(update, held_out),
-        lambda folder: save_file(weight, folder / "weights.safetensors"),
+        lambda folder: save_file(weight, folder / "weights" / "weights.safetensors"),
         {"weight.exp_avg": torch.arange(6.0).view(2, 3).mT},  # not contiguous
         RECIPE,
     )
@@ -215,7 +215,10 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path):
     optimizer = Optimizer(config, parameters)
     run(module, optimizer, range(4))
     saved = Checkpoints(tmp_path, CheckpointConfig()).save(
-        state(4), lambda folder: save_file(module.state_dict(), folder / "w.safetensors"), optimizer.state(), RECIPE
+        state(4),
+        lambda folder: save_file(module.state_dict(), folder / "weights" / "w.safetensors"),
+        optimizer.state(),
+        RECIPE,
     )
     wanted = run(module, optimizer, range(4, 9))
 

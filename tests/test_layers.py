@@ -18,7 +18,7 @@ LAYERS = [
     {"noise", "transitions", "advantages", "objectives", "selection"},
     {"policies", "rewards"},
     {"execution"},
-    {"train", "checkpoint", "tasks", "evaluation", "recipe", "optimizer", "verify"},
+    {"train", "checkpoint", "tasks", "evaluation", "recipe", "optimizer", "ema", "verify"},
     {"cli", "config", "session", "report", "__main__"},
 ]
 LAYER = {part: number for number, parts in enumerate(LAYERS) for part in parts}

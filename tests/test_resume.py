@@ -17,7 +17,10 @@ import yaml
 from safetensors.torch import load_file
 
 from onetake import config
+from onetake.checkpoint import CheckpointConfig, Checkpoints
+from onetake.evaluation import evaluate
 from onetake.metrics import Log
+from onetake.policies.diffusion import DiffusionPolicy, load_pipeline
 from onetake.session import continued, opened
 from onetake.train import Watcher, train
 from tiny import tiny_sd3
@@ -103,6 +106,32 @@ def test_resumed_at_every_update_equals_uninterrupted(recipe_file, whole, tmp_pa
         run(recipe_file, folder)
     resume(folder)
     assert_same_run(whole, folder)
+
+
+def test_with_ema_resumed_equals_uninterrupted_and_evaluations_use_the_average(recipe_file, whole, tmp_path):
+    average = ("ema={decay: 0.5, every: 2}",)
+    run(recipe_file, tmp_path / "whole", *average)
+    run(recipe_file, tmp_path / "halves", *average, "updates=3")
+    resume(tmp_path / "halves", "updates=6")
+    last = "checkpoints/update-000006/{}/pytorch_lora_weights.safetensors"
+    raw, ema = (load_file(tmp_path / "whole" / last.format(name)) for name in ("weights", "ema"))
+    assert all(torch.equal(raw[name], value) for name, value in final_weights(whole).items())  # training is untouched
+    assert any(not torch.equal(raw[name], ema[name]) for name in raw)
+    for name in ("weights", "ema"):
+        a, b = (load_file(tmp_path / run_name / last.format(name)) for run_name in ("whole", "halves"))
+        assert all(torch.equal(a[key], b[key]) for key in a)
+
+    recipe, session = (
+        config.load(recipe_file.read_text()),
+        Checkpoints(tmp_path / "whole" / "checkpoints", CheckpointConfig()),
+    )
+    pipe = load_pipeline(recipe.pipeline_folder)
+    recipe.policy.trainable.attach(pipe, recipe.seed)
+    recipe.policy.trainable.load(pipe, session.latest(print).evaluated)
+    policy = DiffusionPolicy(pipe, kernel=recipe.policy.kernel, steps=3, call=recipe.policy.call)
+    again = evaluate(policy, recipe.task.load(), recipe.evaluation, seed=recipe.seed)
+    logged = [line for line in Log(tmp_path / "whole" / "metrics.jsonl").read() if line["kind"] == "evaluation"][-1]
+    assert float(again.scores.mean()) == logged["score_mean"]
 
 
 def test_growing_updates_continues_the_same_run(recipe_file, whole, tmp_path):

@@ -48,6 +48,16 @@ class Checkpoint:
     def weights(self) -> Path:
         return self.folder / "weights"
 
+    @property
+    def ema(self) -> Path:
+        """The averaged weights, if the run keeps an average."""
+        return self.folder / "ema"
+
+    @property
+    def evaluated(self) -> Path:
+        """The weights that evaluations use."""
+        return self.ema if self.ema.is_dir() else self.weights
+
     def optimizer(self) -> dict[str, Tensor]:
         return load_file(self.folder / "optimizer.safetensors")
 
@@ -62,13 +72,13 @@ class Checkpoints:
     def save(
         self, state: State, save_weights: Callable[[Path], None], optimizer: dict[str, Tensor], recipe: str
     ) -> Checkpoint:
-        """Write the checkpoint of `state`, then drop those no longer kept."""
+        """Write the checkpoint of `state`, then drop those no longer kept. `save_weights` gets the new folder."""
         final = self._root / f"update-{state.update:06d}"
         aside = self._root / f".{final.name}.partial"
         for leftover in (aside, final):
             shutil.rmtree(leftover, ignore_errors=True)
         (aside / "weights").mkdir(parents=True)
-        save_weights(aside / "weights")
+        save_weights(aside)
         save_file({name: tensor.contiguous() for name, tensor in optimizer.items()}, aside / "optimizer.safetensors")
         (aside / "config.yaml").write_text(recipe)
         digests = {str(p.relative_to(aside)): _digest(p) for p in sorted(aside.rglob("*")) if p.is_file()}

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from onetake.advantages import Advantages
 from onetake.checkpoint import CheckpointConfig
+from onetake.ema import EmaConfig
 from onetake.evaluation import EvaluationConfig
 from onetake.execution.sampling import RolloutConfig
 from onetake.objectives import Grpo, ObjectiveConfig
@@ -30,6 +31,7 @@ class Recipe(Config):
     execution: Literal["recompute", "retain", "reweight"] = "retain"
     rollout: RolloutConfig = RolloutConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    ema: EmaConfig | None = None
     updates: int = Field(default=100, ge=1, description="optimizer steps of the run")
     updates_per_rollout: int = Field(default=1, ge=1, description="the first by `execution`, further ones by recompute")
     evaluation: EvaluationConfig = EvaluationConfig()

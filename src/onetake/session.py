@@ -134,7 +134,7 @@ def draw(checkpoint: Path, prompts: list[str], out: Path, *, images: int, seed: 
     found = find_checkpoint(checkpoint)
     recipe = config.load((found.folder / "config.yaml").read_text())
     pipe = load_pipeline(recipe.pipeline_folder, recipe.policy.dtype)
-    apply_weights(pipe, found.weights)
+    apply_weights(pipe, found.evaluated)
     pipe.to(device_of(recipe))
     out.mkdir(parents=True, exist_ok=True)
     paths = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from onetake import evaluation
 from onetake.advantages import dead_groups
 from onetake.allocator import keep_freed_memory
 from onetake.checkpoint import Checkpoint, Checkpoints, State
+from onetake.ema import Ema
 from onetake.evaluation import Evaluation, evaluate
 from onetake.execution import EXECUTIONS, Execution, Recompute
 from onetake.execution.preflight import Preflight, preflight
@@ -86,6 +87,7 @@ class Run:
         self.policy.pipe.to(device_of(recipe))
         self.execution: Execution = EXECUTIONS[recipe.execution]()
         self.optimizer = Optimizer(recipe.optimizer, trainable(self.policy))
+        self.ema = Ema(recipe.ema, trainable(self.policy)) if recipe.ema is not None else None
         self.log = Log(self.folder / "metrics.jsonl")
         self.checkpoints = Checkpoints(self.folder / "checkpoints", recipe.checkpoint)
         self._began = time.perf_counter()
@@ -109,6 +111,9 @@ class Run:
 
     def resume(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.state
+        if self.ema is not None:
+            self.recipe.policy.trainable.load(self.policy.pipe, checkpoint.ema)
+            self.ema.take()
         self.recipe.policy.trainable.load(self.policy.pipe, checkpoint.weights)
         self.optimizer.load(checkpoint.optimizer())
         self.update = self.saved = self.policy.version = state.update
@@ -152,6 +157,8 @@ class Run:
             stepped = self.optimizer.step(self.update)
         self.update += 1
         self.policy.version += 1
+        if self.ema is not None:
+            self.ema.update(self.update)
         columns = {
             "kind": "update",
             "update": self.update,
@@ -169,7 +176,8 @@ class Run:
         self.watch.update(columns)
 
     def evaluate(self) -> Evaluation:
-        result = evaluate(self.policy, self.task, self.recipe.evaluation, seed=self.recipe.seed)
+        with self.ema.applied() if self.ema is not None else nullcontext():
+            result = evaluate(self.policy, self.task, self.recipe.evaluation, seed=self.recipe.seed)
         columns = {"kind": "evaluation", "update": self.update, "wall_s": self.wall_s}
         counts = {"forwards": self.policy.forwards, "saved_forwards": self.saved_forwards}
         self.log.write(**columns, **counts, **result.summary())
@@ -187,13 +195,15 @@ class Run:
             saved_forwards=self.saved_forwards,
             held_out=summary.get("success_rate", summary.get("score_mean")),
         )
-        self.checkpoints.save(
-            state,
-            lambda folder: self.recipe.policy.trainable.save(self.policy.pipe, folder),
-            self.optimizer.state(),
-            self.recipe_text,
-        )
+        self.checkpoints.save(state, self.save_weights, self.optimizer.state(), self.recipe_text)
         self.saved = self.update
+
+    def save_weights(self, folder: Path) -> None:
+        """Into ``weights/``, and their average into ``ema/``."""
+        self.recipe.policy.trainable.save(self.policy.pipe, folder / "weights")
+        if self.ema is not None:
+            with self.ema.applied():
+                self.recipe.policy.trainable.save(self.policy.pipe, folder / "ema")
 
     def outcome(self, *, stopped: bool) -> Outcome:
         evaluations = {line["update"]: line for line in self.log.read() if line["kind"] == "evaluation"}
