@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -36,6 +37,15 @@ def failing_later(images, prompts):
 
 
 failing_later.calls = 0
+
+
+def flat_later(images, prompts):
+    """Brightness while the first three held-out prompts and the first update's two groups are scored, then the same for all."""
+    flat_later.calls += 1
+    return brightness(images, prompts) if flat_later.calls <= 5 else torch.zeros(len(prompts))
+
+
+flat_later.calls = 0
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +125,22 @@ def test_two_updates_per_rollout_are_a_hybrid(root, tmp_path):
     assert [line["forwards"] for line in updates] == [24, 40, 64, 80]
     assert updates[0]["ratio_mean"] == 1
     assert updates[1]["ratio_mean"] != 1
+
+
+def test_an_update_of_dead_groups_only_is_skipped_and_said(root, tmp_path):
+    """Equal rewards teach nothing, and Adam's momentum must not move the weights meanwhile."""
+    recipe = write_recipe(root, tmp_path, updates=3, optimizer={"learning_rate": 0.01, "weight_decay": 0.1})
+    result = onetake("train", recipe, "--set", "task.reward=test_cli:flat_later")
+    assert "update 2: all groups are dead" in words(result)
+    updates = [line for line in Log(tmp_path / "run" / "metrics.jsonl").read() if line["kind"] == "update"]
+    assert [line["skipped"] for line in updates] == [0, 1, 1]
+    assert [line["dead_groups"] for line in updates] == [0, 2, 2]
+    assert updates[0]["step_norm"] > 0
+    evaluations = sorted((tmp_path / "run" / "evaluations").glob("*.npz"))
+    images = [np.load(path)["images"] for path in evaluations]
+    assert len(images) == 3
+    assert (images[0] != images[1]).any()
+    assert (images[1] == images[2]).all()
 
 
 def test_the_resolved_recipe_is_a_recipe(root, tmp_path):

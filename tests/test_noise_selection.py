@@ -304,6 +304,23 @@ def test_a_dead_group_is_exactly_zero(std):
     assert dead_groups(rewards).tolist() == [True, False]
 
 
+def test_largest_group_std():
+    rewards = torch.tensor([[0.0, 2.0], [0.0, 8.0]])
+    wanted = torch.tensor([[-1.0, 1.0], [-4.0, 4.0]], dtype=torch.float64) / 4
+    assert torch.equal(Advantages(std="max_group", eps=0)(rewards), wanted)
+
+
+def test_best_and_worst_only():
+    """The advantage is the whole group's; the middle is left out."""
+    rewards = torch.tensor([[0.3, 0.9, 0.1, 0.5, 0.7, 0.2]])
+    found, whole = Advantages(best_of=2)(rewards), Advantages()(rewards)
+    trained = [1, 2, 4, 5]
+    assert found[0].nonzero().flatten().tolist() == trained
+    assert torch.equal(found[0, trained], whole[0, trained])
+    assert Advantages(best_of=3).problem(6) is None
+    assert "use 3 or less" in Advantages(best_of=4).problem(6)
+
+
 def test_one_trajectory_has_no_advantage():
     with pytest.raises(ValueError, match=r"rollout.group_size: 1 gives no advantage .* use 2 or more"):
         Advantages()(torch.zeros(3, 1))

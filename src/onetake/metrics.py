@@ -29,6 +29,7 @@ METRICS: dict[str, str] = {
     "backward_s": "seconds of accumulating the gradient; under recompute with the second forward",
     "optimizer_s": "seconds of clipping and the optimizer step",
     "execution": "the execution that produced this update's gradient (later updates on a rollout are `recompute`)",
+    "skipped": "1 if every group was dead: nothing was trained and no optimizer step was made; else 0",
     "loss": "value of the objective at the update's log-probs",
     "ratio_mean": "mean of exp(s·(ℓ − ℓ_old)) over events; exactly 1 on the first update of a rollout",
     "ratio_min": "smallest such ratio",

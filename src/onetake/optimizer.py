@@ -60,6 +60,11 @@ class Optimizer:
         )
         return {"grad_norm": norm, "step_norm": float(moved), "learning_rate": rate}
 
+    def skip(self) -> dict[str, float]:
+        """Clear the gradients and leave weights and moments as they are."""
+        self._adam.zero_grad(set_to_none=True)
+        return {"grad_norm": 0.0, "step_norm": 0.0, "learning_rate": 0.0}
+
     def state(self) -> dict[str, Tensor]:
         """Adam's moments and step counts, by parameter name."""
         return {

@@ -51,7 +51,8 @@ class Recipe(Config):
     def problems(self) -> list[str]:
         """All reasons why the run could not work, in the recipe's words; empty if there are none."""
         found = [*self.task.problems(), *self.policy.problems(), *self.rollout.problems()]
-        found += [problem for problem in [self.selection.problem(self.policy.steps)] if problem]
+        checked = [self.selection.problem(self.policy.steps), self.advantages.problem(self.rollout.group_size)]
+        found += [problem for problem in checked if problem]
         if not (self.pipeline_folder / "model_index.json").is_file():
             found.append(
                 f"policy.pipeline: {self.policy.pipeline!r} is neither a built-in base ({', '.join(BASES)}) nor a diffusers "

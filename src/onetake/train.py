@@ -150,11 +150,13 @@ class Run:
             self.checkpoint(held_out)
 
     def one_update(self, rollout: Rollout, execution: Execution, clock: Stopwatch) -> None:
+        assert rollout.advantages is not None
         coefficients = Coefficients(self.recipe.objective, rollout)
         with clock.phase("backward"):
             execution.accumulate(self.policy, rollout, coefficients)
         with clock.phase("optimizer"):
-            stepped = self.optimizer.step(self.update)
+            skipped = not rollout.advantages.any()  # momentum would move the weights even on a zero gradient
+            stepped = self.optimizer.skip() if skipped else self.optimizer.step(self.update)
         self.update += 1
         self.policy.version += 1
         if self.ema is not None:
@@ -168,12 +170,15 @@ class Run:
             "execution": next(name for name, kind in EXECUTIONS.items() if isinstance(execution, kind)),
             **self._reward_columns(rollout),
             **clock.columns(),
+            "skipped": int(skipped),
             **coefficients.statistics(),
             **stepped,
             "peak_rss_mib": peak_rss_mib(),
         }
         self.log.write(**columns)
         self.watch.update(columns)
+        if skipped:
+            self.watch.say(f"update {self.update}: all groups are dead (equal rewards), so nothing was trained")
 
     def evaluate(self) -> Evaluation:
         with self.ema.applied() if self.ema is not None else nullcontext():
