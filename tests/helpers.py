@@ -35,10 +35,18 @@ def roll(policy: Policy, execution, *, selection=None, objective=None, config=No
     return rollout
 
 
-def gradient_of(policy: Policy, execution: str, *, objective=None, **kwargs) -> dict[str, torch.Tensor]:
+def move(policy: Policy, size: float = 0.03) -> None:
+    """Away from the weights it started with."""
+    with torch.no_grad():
+        for name, parameter in trainable(policy).items():
+            noise = torch.randn(parameter.shape, generator=generator("moved", name), dtype=torch.float64)
+            parameter += (size * noise).to(parameter)
+
+
+def gradient_of(policy: Policy, execution: str, *, objective=None, kl=None, **kwargs) -> dict[str, torch.Tensor]:
     """The gradient of one update under a named execution."""
     objective = objective or Grpo()
-    strategy = EXECUTIONS[execution]()
+    strategy = EXECUTIONS[execution](kl)
     policy.module.zero_grad(set_to_none=True)
     rollout = roll(policy, strategy, objective=objective, **kwargs)
     strategy.accumulate(policy, rollout, Coefficients(objective, rollout))

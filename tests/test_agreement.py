@@ -7,11 +7,10 @@ import itertools
 import pytest
 import torch
 
-from helpers import fake_rewards, gradient_of, relative_error, roll
+from helpers import fake_rewards, gradient_of, move, relative_error, roll
 from onetake.execution import EXECUTIONS, Recompute, Retain, Reweight
 from onetake.execution.sampling import RolloutConfig
-from onetake.noise import generator
-from onetake.objectives import Coefficients, FlowDppo, Grpo, GrpoGuard
+from onetake.objectives import Coefficients, FlowDppo, Grpo, GrpoGuard, Kl
 from onetake.policies import trainable
 from onetake.policies.toy import ToyPolicy
 from onetake.selection import All, Fraction, Single, Window
@@ -51,8 +50,8 @@ def loss_by_hand(objective, old, mean, std, delta, advantage):
     return torch.maximum(-advantage * ratio, -advantage * clipped)
 
 
-def by_formula(policy: ToyPolicy, objective, rollout) -> dict[str, torch.Tensor]:
-    """Plain autograd of the mean over events of w·loss, without executions."""
+def by_formula(policy: ToyPolicy, objective, rollout, kl=None) -> dict[str, torch.Tensor]:
+    """Plain autograd of the mean over events of w·loss + β·s·KL, without executions."""
     total, sigmas = torch.zeros((), dtype=torch.float64), policy.sigmas
     events = torch.cat([batch.stochastic for batch in rollout.batches])
     weights = {k: 1.0 for k in range(len(sigmas) - 1)}
@@ -68,6 +67,11 @@ def by_formula(policy: ToyPolicy, objective, rollout) -> dict[str, torch.Tensor]
             delta = sigmas[old.index + 1] - sigmas[old.index]
             losses = loss_by_hand(objective, old, mean, std, delta, advantage)
             total = total + weights[old.index] * losses[old.rows].sum()
+            if kl is not None:
+                frozen = policy._reference(old.sample, sigmas[old.index], batch.prompt_index)
+                shift = mean - mean_std(policy.kernel, old.sample, frozen, sigmas, old.index)[0]
+                scale = kl.beta / old.dims if kl.scale == "per_dim" else kl.beta
+                total = total + scale * (shift.square().flatten(1).sum(1) / (2 * std**2))[old.rows].sum()
     parameters = trainable(policy)
     gradients = torch.autograd.grad(total / int(events.sum()), list(parameters.values()))
     return dict(zip(parameters, gradients, strict=True))
@@ -85,6 +89,34 @@ def test_execution_equals_autograd_of_the_formula(execution, selection, objectiv
     assert all(gradient.abs().max() > 0 for gradient in wanted.values())
     for name in wanted:
         torch.testing.assert_close(found[name], wanted[name], rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("micro_batch", [1, 2])
+@pytest.mark.parametrize("selection", [All(), Fraction(fraction=0.6), Single()], ids=lambda s: s.kind)
+@pytest.mark.parametrize("objective", [Grpo(), GrpoGuard()], ids=lambda o: o.kind)
+@pytest.mark.parametrize("kl", [Kl(beta=0.04), Kl(beta=0.7, scale="exact")], ids=lambda k: k.scale)
+def test_kl_equals_autograd_of_the_formula(execution, micro_batch, selection, objective, kl):
+    policy = ToyPolicy(Flow())
+    move(policy, 0.1)
+    config = RolloutConfig(groups=3, group_size=4, micro_batch=micro_batch)
+    rollout = roll(policy, Recompute(), selection=selection, objective=objective, config=config)
+    wanted = by_formula(policy, objective, rollout, kl)
+    without = by_formula(policy, objective, rollout)
+    found = gradient_of(policy, execution, objective=objective, kl=kl, config=config, selection=selection)
+    assert relative_error(found, wanted) < 1e-9
+    assert relative_error(without, wanted) > 1e-3  # β changes the gradient, in every execution
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_kl_is_continuous_at_zero_and_costs_one_reference_forward_an_event(execution):
+    policy = ToyPolicy(Flow())
+    move(policy, 0.1)
+    without = gradient_of(policy, execution)
+    rows = policy.forwards
+    errors = [relative_error(gradient_of(policy, execution, kl=Kl(beta=beta)), without) for beta in (1e-2, 1e-3, 1e-4)]
+    assert policy.forwards - rows == 3 * (rows + 12 * 4)
+    assert errors == pytest.approx([errors[0], errors[0] / 10, errors[0] / 100], rel=1e-6)
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
@@ -150,9 +182,7 @@ def test_second_update_equals_autograd_of_the_formula(objective):
     """Off the behaviour policy: ratios, clips and masks are active, and some events survive them."""
     policy, strategy = ToyPolicy(Flow()), Retain()
     rollout = roll(policy, strategy, objective=objective)
-    with torch.no_grad():
-        for parameter in policy.module.parameters():
-            parameter += 0.03 * torch.randn(parameter.shape, generator=generator("moved"), dtype=torch.float64)
+    move(policy)
     wanted = by_formula(policy, objective, rollout)
     coefficients = Coefficients(objective, rollout)
     Recompute().accumulate(policy, rollout, coefficients)

@@ -6,12 +6,12 @@ import pytest
 import torch
 from diffusers import DDIMScheduler, StableDiffusion3Pipeline
 
-from helpers import gradient_of, relative_error, roll
+from helpers import gradient_of, move, relative_error, roll
 from onetake.execution import EXECUTIONS, Recompute, Retain, Reweight
 from onetake.execution.preflight import PreflightError, preflight
 from onetake.execution.sampling import RolloutConfig, deal
 from onetake.noise import start_generators
-from onetake.objectives import Coefficients, Grpo
+from onetake.objectives import Coefficients, Grpo, Kl
 from onetake.policies import trainable
 from onetake.policies.adapters import Full, Lora, apply_weights
 from onetake.policies.diffusion import DiffusionPolicy
@@ -85,6 +85,30 @@ def test_executions_agree(adapter, guidance, way):
     assert all(torch.equal(retain[name], native[name]) for name in native)
     assert relative_error(reweight, native) < 1e-5
     assert sum(float(gradient.norm()) for gradient in native.values()) > 0
+
+
+@pytest.mark.parametrize("way", ["tail", "fast_forward"])
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_executions_agree_with_a_kl(adapter, guidance, way):
+    """The reference is asked in the middle of a rollout under reweight, and must not disturb it."""
+    frozen = tiny_sd3().transformer
+    pipe = tiny_sd3()
+    ADAPTERS[adapter].attach(pipe, 0)
+    policy = DiffusionPolicy(
+        pipe, kernel=Flow(), steps=4, guidance=guidance, call=CALL, frozen=frozen if adapter == "full" else None
+    )
+    policy.way = way
+    start = gradient_of(policy, "recompute", config=SIZE)
+    at_reference = gradient_of(policy, "recompute", config=SIZE, kl=Kl(beta=10.0))
+    assert relative_error(at_reference, start) == 0  # no shift yet, so no pull
+    move(policy, 0.02)
+    native, retain, reweight = (
+        gradient_of(policy, name, config=SIZE, kl=Kl(beta=10.0)) for name in ("recompute", "retain", "reweight")
+    )
+    assert relative_error(gradient_of(policy, "recompute", config=SIZE), native) > 1e-3
+    assert all(torch.equal(retain[name], native[name]) for name in native)
+    assert relative_error(reweight, native) < 1e-5
 
 
 @pytest.mark.parametrize("selection", [Window(size=2, start=1, place="fixed"), Single()])

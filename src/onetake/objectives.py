@@ -177,6 +177,21 @@ def _clipped(log_ratio: Tensor, advantage: Tensor, low: float, high: float) -> T
     return ((advantage > 0) & (ratio > 1 + high)) | ((advantage < 0) & (ratio < 1 - low))
 
 
+class Kl(Config):
+    """β times the mean over events of s·KL(new ‖ reference), on means over the true S² so that β keeps its meaning.
+
+    It is not in the span of ∇ℓ: executions carry it as a direct term with a cotangent of its own. ``scale`` as in `Grpo`;
+    public code averages over dimensions.
+    """
+
+    beta: float = Field(default=0.0, ge=0)
+    scale: Literal["per_dim", "exact"] = "per_dim"
+
+    def cotangent(self, event: Transition) -> Tensor:
+        """(B,) factor of the event's KL in the loss, before the division by the number of events."""
+        return event.rows.to(event.log_prob) * (self.beta / event.dims if self.scale == "per_dim" else self.beta)
+
+
 class Coefficients:
     """ω of a micro-batch's event, and the statistics an update reports about its ratios."""
 

@@ -12,7 +12,7 @@ from onetake.checkpoint import CheckpointConfig
 from onetake.ema import EmaConfig
 from onetake.evaluation import EvaluationConfig
 from onetake.execution.sampling import RolloutConfig
-from onetake.objectives import Grpo, ObjectiveConfig
+from onetake.objectives import Grpo, Kl, ObjectiveConfig
 from onetake.optimizer import OptimizerConfig
 from onetake.policies.diffusion import PolicyConfig
 from onetake.records import Config
@@ -27,6 +27,7 @@ class Recipe(Config):
     policy: PolicyConfig = PolicyConfig()
     selection: Selection = All()
     objective: ObjectiveConfig = Grpo()
+    kl: Kl = Kl()
     advantages: Advantages = Advantages()
     execution: Literal["recompute", "retain", "reweight"] = "retain"
     rollout: RolloutConfig = RolloutConfig()
@@ -43,6 +44,11 @@ class Recipe(Config):
     @property
     def pipeline_folder(self) -> Path:
         return BASES.get(self.policy.pipeline, Path(self.policy.pipeline))
+
+    @property
+    def direct(self) -> Kl | None:
+        """The KL term, if there is one."""
+        return self.kl if self.kl.beta > 0 else None
 
     @property
     def rollouts(self) -> int:

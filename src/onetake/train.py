@@ -83,9 +83,11 @@ class Run:
         recipe = self.recipe
         keep_freed_memory()
         self.task: Task = recipe.task.load()
-        self.policy = DiffusionPolicy.from_config(recipe.policy, recipe.pipeline_folder, recipe.seed)
+        self.policy = DiffusionPolicy.from_config(
+            recipe.policy, recipe.pipeline_folder, recipe.seed, with_reference=recipe.direct is not None
+        )
         self.policy.pipe.to(device_of(recipe))
-        self.execution: Execution = EXECUTIONS[recipe.execution]()
+        self.execution: Execution = EXECUTIONS[recipe.execution](recipe.direct)
         self.optimizer = Optimizer(recipe.optimizer, trainable(self.policy))
         self.ema = Ema(recipe.ema, trainable(self.policy)) if recipe.ema is not None else None
         self.log = Log(self.folder / "metrics.jsonl")
@@ -142,7 +144,7 @@ class Run:
         with clock.phase("reward"):
             score(rollout, self.task.reward, self.recipe.advantages)
         for repetition in range(self.recipe.updates_per_rollout):
-            self.one_update(rollout, self.execution if repetition == 0 else Recompute(), clock)
+            self.one_update(rollout, self.execution if repetition == 0 else Recompute(self.recipe.direct), clock)
             clock = Stopwatch()
         due = self.update == self.recipe.updates
         held_out = self.evaluate() if due or self._passed(self.recipe.evaluation.every) else None

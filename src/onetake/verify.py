@@ -39,10 +39,10 @@ def verify(recipe: Recipe, policy: Policy, task: Task) -> list[Row]:
     keep_freed_memory()
     address = Address(seed=recipe.seed, stream="train", update=0)
     batches = deal(recipe.rollout, task.train, policy, recipe.selection, recipe.objective, address)
-    preflight(policy, EXECUTIONS["recompute"](), recipe.objective, batches)
+    preflight(policy, EXECUTIONS["recompute"](recipe.direct), recipe.objective, batches)
     rows, native = [], None
     for name, kind in EXECUTIONS.items():
-        execution = kind()
+        execution = kind(recipe.direct)
         calls, forwards = policy.calls, policy.forwards
         with PeakMemory() as peak:
             start = time.perf_counter()

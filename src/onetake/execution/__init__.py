@@ -5,6 +5,10 @@ from onetake.execution.recompute import Recompute
 from onetake.execution.retain import Retain
 from onetake.execution.reweight import Reweight
 
-EXECUTIONS: dict[str, type[Execution]] = {"recompute": Recompute, "retain": Retain, "reweight": Reweight}
+EXECUTIONS: dict[str, type[Recompute | Retain | Reweight]] = {
+    "recompute": Recompute,
+    "retain": Retain,
+    "reweight": Reweight,
+}
 
 __all__ = ["EXECUTIONS", "Execution", "Recompute", "Retain", "Reweight"]

@@ -84,6 +84,8 @@ class Bank:
         self._module, self._parameters, self._samples = module, parameters, samples
         self._accounts: dict[nn.Parameter, _Account] = {}
         self._sums: dict[nn.Parameter, Tensor] = {}  # (B, *shape) of biases and scales, and of everything when B = 1
+        self._direct: dict[nn.Parameter, Tensor] = {}  # (*shape) of terms that no advantage scales
+        self._direct_pass = False
         if samples > 1:
             self._owners = _owners(module, parameters)
 
@@ -108,27 +110,45 @@ class Bank:
             for handle in handles:
                 handle.remove()
 
-    def add(self, log_prob: Tensor, cotangent: Tensor) -> None:
-        """Backpropagate Σ_i cotangent_i · log_prob_i and bank it trajectory by trajectory. Frees the graph."""
+    def add(self, log_prob: Tensor, cotangent: Tensor, *, retain_graph: bool = False) -> None:
+        """Backpropagate Σ_i cotangent_i · log_prob_i and bank it trajectory by trajectory. Frees the graph by default."""
         if self._samples == 1:
-            parameters = list(self._parameters.values())
-            gradients = torch.autograd.grad(log_prob, parameters, cotangent, allow_unused=True)
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                if gradient is not None:
-                    self._add_sum(parameter, gradient[None])
+            for parameter, gradient in self._gradients(log_prob, cotangent, retain_graph):
+                self._add_sum(parameter, gradient[None])
             return
         before = {p: p.grad for layer in self._owners for p in layer.parameters(recurse=False)}
-        log_prob.backward(cotangent)
+        log_prob.backward(cotangent, retain_graph=retain_graph)
         for parameter, gradient in before.items():  # what hooked layers summed over rows is not wanted
             parameter.grad = gradient
 
-    def pay_out(self, factor_B: Tensor) -> None:
-        """p.grad += Σ_i factor_i · banked gradient_i, and forget it."""
+    def add_direct(self, term: Tensor, cotangent: Tensor) -> None:
+        """Backpropagate Σ_i cotangent_i · term_i, a term that no advantage scales, and bank its sum. Frees the graph."""
+        self._direct_pass = True
+        try:
+            for parameter, gradient in self._gradients(term, cotangent, retain_graph=False):
+                self._add_direct(parameter, gradient)
+        finally:
+            self._direct_pass = False
+
+    def pay_out(self, factor_B: Tensor, *, direct: float) -> None:
+        """p.grad += Σ_i factor_i · banked gradient_i + direct · banked direct terms, and forget them."""
         for account in self._accounts.values():
             _accumulate(account.parameter, account.paid(factor_B))
         for parameter, total in self._sums.items():
             _accumulate(parameter, torch.tensordot(factor_B.to(total), total, 1))
-        self._accounts, self._sums = {}, {}
+        for parameter, total in self._direct.items():
+            _accumulate(parameter, direct * total)
+        self._accounts, self._sums, self._direct = {}, {}, {}
+
+    def _gradients(
+        self, output: Tensor, cotangent: Tensor, retain_graph: bool
+    ) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Autograd's own gradients, where there are any (recorded linear layers give theirs to `_record_matrix`)."""
+        parameters = list(self._parameters.values())
+        gradients = torch.autograd.grad(output, parameters, cotangent, retain_graph=retain_graph, allow_unused=True)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if gradient is not None:
+                yield parameter, gradient
 
     def _linear_forward(self, layer: nn.Linear, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
@@ -144,6 +164,10 @@ class Bank:
                 output.register_hook(lambda grad: self._record_scale(layer, x, grad))
 
     def _record_matrix(self, layer: nn.Linear | nn.Conv2d, x: Tensor, grad: Tensor) -> None:
+        if self._direct_pass:
+            if isinstance(layer, nn.Linear):
+                self._record_direct(layer, x, grad)
+            return  # convolutions leave theirs to autograd
         x_BTi, grad_BTo = self._by_sample(x), self._by_sample(grad)
         for name, parameter in layer.named_parameters(recurse=False):
             if not parameter.requires_grad:
@@ -154,7 +178,15 @@ class Bank:
             else:
                 self._add_sum(parameter, grad_BTo.sum(1))
 
+    def _record_direct(self, layer: nn.Linear, x: Tensor, grad: Tensor) -> None:
+        x_Ni, grad_No = x.flatten(0, -2), grad.flatten(0, -2)
+        for name, parameter in layer.named_parameters(recurse=False):
+            if parameter.requires_grad:
+                self._add_direct(parameter, grad_No.mT @ x_Ni.to(grad_No.dtype) if name == "weight" else grad_No.sum(0))
+
     def _record_scale(self, layer: nn.Module, x: Tensor, grad: Tensor) -> None:
+        if self._direct_pass:
+            return  # autograd has it
         with torch.no_grad():
             plain = {
                 n: torch.ones_like(p) if n == "weight" else torch.zeros_like(p) for n, p in layer.named_parameters()
@@ -177,6 +209,9 @@ class Bank:
                 "it cannot assign to trajectories; use rollout.micro_batch: 1, or execution: retain"
             )
         return rows.unflatten(0, (-1, self._samples)).transpose(0, 1).reshape(self._samples, -1, rows.shape[-1])
+
+    def _add_direct(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        self._direct[parameter] = self._direct[parameter] + gradient if parameter in self._direct else gradient
 
     def _add_sum(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         if parameter in self._sums:

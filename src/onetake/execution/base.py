@@ -5,14 +5,18 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from onetake.objectives import Coefficients
+import torch
+
+from onetake.objectives import Coefficients, Kl
 from onetake.policies import Observer, Policy
-from onetake.records import MicroBatch, Rollout
+from onetake.records import MicroBatch, Rollout, Transition
 
 
 class Execution(Protocol):
     """One update's life: `observing` around the sampling of each micro-batch, then one `accumulate`."""
 
+    kl: Kl | None
+    """A direct term beside the objective, or None."""
     grad: bool
     """Whether selected events run with gradients during sampling."""
 
@@ -35,3 +39,21 @@ def refuse_stale(name: str, policy: Policy, rollout: Rollout) -> None:
             f"execution: {name} holds what version {rollout.version} of the policy sampled, but the weights are now at "
             f"version {policy.version}; further updates on the same rollout need execution: recompute"
         )
+
+
+def backpropagate(
+    policy: Policy,
+    rollout: Rollout,
+    batch: MicroBatch,
+    old: Transition,
+    new: Transition,
+    coefficients: Coefficients,
+    kl: Kl | None,
+) -> None:
+    """p.grad += ω ∇ℓ, and the KL's gradient, of one event whose graph `new` holds."""
+    outputs = [coefficients.scored(old, new)]
+    cotangents = [coefficients.omega(batch, old, new.detached())]
+    if kl is not None:
+        outputs.append(new.kl(policy.reference(batch, old)))
+        cotangents.append(kl.cotangent(old) / rollout.event_count)
+    torch.autograd.backward(outputs, cotangents)

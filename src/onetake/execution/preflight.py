@@ -52,7 +52,7 @@ def preflight(policy: Policy, execution: Execution, objective: Objective, batche
     if isinstance(execution, Recompute):
         error = 0.0
     else:
-        Recompute().accumulate(policy, rollout, Coefficients(objective, rollout))
+        Recompute(execution.kl).accumulate(policy, rollout, Coefficients(objective, rollout))
         error = _relative_error(found, _taken_gradients(policy))
         coarsest = max((p.dtype for p in policy.module.parameters()), key=lambda dtype: torch.finfo(dtype).eps)
         if error > GRADIENT_TOLERANCE[coarsest]:

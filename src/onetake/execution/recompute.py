@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from onetake.objectives import Coefficients
+from onetake.execution.base import backpropagate
+from onetake.objectives import Coefficients, Kl
 from onetake.policies import Observer, Policy
 from onetake.records import MicroBatch, Rollout
 
@@ -15,6 +16,9 @@ class Recompute:
 
     grad = False
 
+    def __init__(self, kl: Kl | None = None) -> None:
+        self.kl = kl
+
     @contextmanager
     def observing(self, policy: Policy, batch: MicroBatch) -> Iterator[Observer]:
         yield lambda transition: None
@@ -23,4 +27,4 @@ class Recompute:
         for batch, transitions in zip(rollout.batches, rollout.transitions, strict=True):
             for old in transitions:
                 new = policy.score(batch, old)
-                coefficients.scored(old, new).backward(coefficients.omega(batch, old, new))
+                backpropagate(policy, rollout, batch, old, new, coefficients, self.kl)

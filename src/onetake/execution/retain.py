@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import Tensor
-
-from onetake.execution.base import refuse_stale
-from onetake.objectives import Coefficients
+from onetake.execution.base import backpropagate, refuse_stale
+from onetake.objectives import Coefficients, Kl
 from onetake.policies import Observer, Policy
-from onetake.records import MicroBatch, Rollout
+from onetake.records import MicroBatch, Rollout, Transition
 
 
 class Retain:
@@ -18,19 +16,21 @@ class Retain:
 
     grad = True
 
-    def __init__(self) -> None:
-        self._log_probs: list[list[Tensor]] = []
+    def __init__(self, kl: Kl | None = None) -> None:
+        self.kl = kl
+        self._graphs: list[list[Transition]] = []
 
     @contextmanager
     def observing(self, policy: Policy, batch: MicroBatch) -> Iterator[Observer]:
-        kept: list[Tensor] = []
-        self._log_probs.append(kept)
-        yield lambda transition: kept.append(transition.log_prob)
+        kept: list[Transition] = []
+        self._graphs.append(kept)
+        yield kept.append
 
     def accumulate(self, policy: Policy, rollout: Rollout, coefficients: Coefficients) -> None:
         refuse_stale("retain", policy, rollout)
-        kept, self._log_probs = self._log_probs, []
-        for batch, transitions, log_probs in zip(rollout.batches, rollout.transitions, kept, strict=True):
-            for position, old in enumerate(transitions):
-                log_probs[position].backward(coefficients.omega(batch, old, old))
-                log_probs[position] = log_probs[position].detach()  # frees the graph before the next backward
+        kept, self._graphs = self._graphs, []
+        for batch, transitions, graphs in zip(rollout.batches, rollout.transitions, kept, strict=True):
+            graphs.reverse()
+            for old in transitions:
+                new = graphs.pop()  # its graph is freed when the next one takes its place
+                backpropagate(policy, rollout, batch, old, new, coefficients, self.kl)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onetake.execution.bank import Bank
 from onetake.execution.base import refuse_stale
-from onetake.objectives import Coefficients
+from onetake.objectives import Coefficients, Kl
 from onetake.policies import Observer, Policy, trainable
 from onetake.records import MicroBatch, Rollout, Transition
 
@@ -19,12 +19,14 @@ class Reweight:
     """No second forward, one graph alive at a time, memory independent of the number of events.
 
     Everything but the advantage is known when an event is sampled: its weight w goes into the provisional backward, so
-    the bank of trajectory i holds Σ_k w_k ∇ℓ_ik. It is exact when ω_ik = a_i·w_k, which `accumulate` checks.
+    the bank of trajectory i holds Σ_k w_k ∇ℓ_ik. It is exact when ω_ik = a_i·w_k, which `accumulate` checks. A KL to the
+    reference does not wait for the reward: a second cotangent through the same graph banks it unscaled.
     """
 
     grad = True
 
-    def __init__(self) -> None:
+    def __init__(self, kl: Kl | None = None) -> None:
+        self.kl = kl
         self._banks: list[Bank] = []
 
     @contextmanager
@@ -34,7 +36,11 @@ class Reweight:
 
         def backpropagate(transition: Transition) -> None:
             weight = float(batch.weight[transition.index])
-            bank.add(transition.log_prob, weight * transition.rows.to(transition.log_prob))
+            cotangent = weight * transition.rows.to(transition.log_prob)
+            bank.add(transition.log_prob, cotangent, retain_graph=self.kl is not None)
+            if self.kl is not None:
+                reference = policy.reference(batch, transition.detached())
+                bank.add_direct(transition.kl(reference), self.kl.cotangent(transition))
 
         with bank.listening():
             yield backpropagate
@@ -43,7 +49,7 @@ class Reweight:
         refuse_stale("reweight", policy, rollout)
         banks, self._banks = self._banks, []
         for batch, transitions, bank in zip(rollout.batches, rollout.transitions, banks, strict=True):
-            bank.pay_out(_factor(batch, transitions, coefficients))
+            bank.pay_out(_factor(batch, transitions, coefficients), direct=1 / rollout.event_count)
 
 
 def _factor(batch: MicroBatch, transitions: list[Transition], coefficients: Coefficients) -> Tensor:

@@ -49,6 +49,10 @@ class Policy(Protocol):
         """
         ...
 
+    def reference(self, batch: MicroBatch, old: Transition) -> Transition:
+        """Event `old` under the frozen reference weights, without a graph. May be called while `rollout` observes."""
+        ...
+
     def score(self, batch: MicroBatch, old: Transition) -> Transition:
         """Event `old` again under the current weights, with a graph: same sample, same action, new log_prob."""
         ...

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
 from diffusers import DiffusionPipeline
 from peft import LoraConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from pydantic import Field
 from safetensors.torch import load_file
@@ -88,6 +91,21 @@ class Full(Config):
 
 
 Trainable = Annotated[Lora | Full, Field(discriminator="kind"), NAMED]
+
+
+@contextmanager
+def adapters_off(module: nn.Module) -> Iterator[None]:
+    """Inside, LoRA layers answer as their base layers do. Raises ValueError if there are none to switch off."""
+    layers = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
+    if not layers:
+        raise ValueError("there is no adapter to switch off: the reference of full fine-tuning is a frozen copy")
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
 
 
 def apply_weights(pipe: DiffusionPipeline, folder: Path) -> None:

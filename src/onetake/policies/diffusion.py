@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from onetake.noise import start_generators
 from onetake.policies import Observer
-from onetake.policies.adapters import Lora, Trainable
+from onetake.policies.adapters import Lora, Trainable, adapters_off
 from onetake.policies.episode import Episode
 from onetake.policies.families import embed
 from onetake.policies.scheduler import Finished, RolloutScheduler
@@ -85,8 +86,12 @@ class DiffusionPolicy:
         negative_prompt: str = "",
         call: dict[str, Any] | None = None,
         output_type: str = "pt",
+        frozen: nn.Module | None = None,
     ) -> None:
-        """Raises ValueError if the pipeline's scheduler is not flow matching."""
+        """`frozen` is the reference transformer; without one, the reference is the transformer with its adapters off.
+
+        Raises ValueError if the pipeline's scheduler is not flow matching.
+        """
         if not isinstance(pipe.scheduler, FlowMatchEulerDiscreteScheduler):
             raise ValueError(
                 f"policy.pipeline: {type(pipe).__name__} samples with {type(pipe.scheduler).__name__}, which is not a "
@@ -110,12 +115,26 @@ class DiffusionPolicy:
         for component in pipe.components.values():
             if isinstance(component, nn.Module) and component is not pipe.transformer:
                 component.requires_grad_(False)
-        pipe.transformer.register_forward_hook(self._count)
+        # A second pipeline over the same modules: the reference is asked in the middle of a rollout, whose scheduler is busy
+        self._reference_pipe = copy.copy(pipe)
+        self._reference_pipe.scheduler = RolloutScheduler.from_config(pipe.scheduler.config)
+        self._frozen = frozen
+        if frozen is not None:
+            self._reference_pipe.transformer = frozen.requires_grad_(False)
+        self._active = self.scheduler  # of the pipeline that is being called
+        for transformer in {pipe.transformer, self._reference_pipe.transformer}:
+            transformer.register_forward_hook(self._count)
 
     @classmethod
-    def from_config(cls, config: PolicyConfig, folder: Path, seed: int) -> DiffusionPolicy:
-        """Load the pipeline of `folder`, attach the trainable weights, and wrap it."""
+    def from_config(
+        cls, config: PolicyConfig, folder: Path, seed: int, *, with_reference: bool = False
+    ) -> DiffusionPolicy:
+        """Load the pipeline of `folder`, attach the trainable weights, and wrap it.
+
+        `with_reference` keeps a frozen copy of the transformer where adapters cannot simply be switched off.
+        """
         pipe = load_pipeline(folder, config.dtype)
+        frozen = copy.deepcopy(pipe.transformer) if with_reference and config.trainable.kind == "full" else None
         config.trainable.attach(pipe, seed)
         if config.gradient_checkpointing:
             pipe.transformer.enable_gradient_checkpointing()
@@ -126,6 +145,7 @@ class DiffusionPolicy:
             guidance=config.guidance,
             negative_prompt=config.negative_prompt,
             call=config.call,
+            frozen=frozen,
         )
 
     @property
@@ -136,12 +156,12 @@ class DiffusionPolicy:
     def sigmas(self) -> list[float]:
         if self._sigmas is None:
             with self.scheduler.schedule_only():
-                self._call_pipeline(self._arguments([""], [torch.Generator()]))
+                self._call_pipeline(self.pipe, self._arguments([""], [torch.Generator()]))
             self._sigmas = self.scheduler.grid
         return self._sigmas
 
     def _count(self, module: nn.Module, args: tuple, output: Any) -> None:
-        if not self.scheduler.skipping:
+        if not self._active.skipping:
             self._answer = output[0]
             self.calls += 1
             self.forwards += len(self._answer)
@@ -171,14 +191,14 @@ class DiffusionPolicy:
             **self._call_arguments,
         }
 
-    def _call_pipeline(self, arguments: dict[str, Any]) -> Tensor | None:
+    def _call_pipeline(self, pipe: DiffusionPipeline, arguments: dict[str, Any]) -> Tensor | None:
         """The pipeline's own `__call__`, without its decorator so that the scheduler decides on gradients.
 
         Returns None if the call was ended by the scheduler.
         """
         with torch.no_grad():
             try:
-                return type(self.pipe).__call__.__wrapped__(self.pipe, **arguments)[0]
+                return type(pipe).__call__.__wrapped__(pipe, **arguments)[0]
             except Finished:
                 return None
 
@@ -186,35 +206,46 @@ class DiffusionPolicy:
         episode = Episode(batch=batch, kernel=self.kernel, observe=observe, grad=grad)
         arguments = self._arguments([batch.prompt] * len(batch.samples), start_generators(batch))
         with self.scheduler.playing(episode):
-            outputs = self._call_pipeline(arguments)
+            outputs = self._call_pipeline(self.pipe, arguments)
         self.decode_seconds += time.perf_counter() - self.scheduler.last_step_at
         assert outputs is not None
         return outputs
 
     def score(self, batch: MicroBatch, old: Transition) -> Transition:
+        return self._replay(self.pipe, batch, old, grad=True)
+
+    def reference(self, batch: MicroBatch, old: Transition) -> Transition:
+        with nullcontext() if self._frozen is not None else adapters_off(self.module):
+            return self._replay(self._reference_pipe, batch, old, grad=False)
+
+    def _replay(self, pipe: DiffusionPipeline, batch: MicroBatch, old: Transition, *, grad: bool) -> Transition:
         scored: list[Transition] = []
-        episode = Episode(batch=batch, kernel=self.kernel, observe=scored.append, grad=True, replay=old)
+        episode = Episode(batch=batch, kernel=self.kernel, observe=scored.append, grad=grad, replay=old)
         arguments = self._arguments([batch.prompt] * len(batch.samples), start_generators(batch))
         if self.way == "tail":
             arguments["latents"] = old.sample.clone()
-        skippable = self._skippable() if self.way == "fast_forward" else nullcontext()
-        with self.scheduler.playing(episode, self.way), skippable:
-            self._call_pipeline(arguments)
+        skippable = self._skippable(pipe) if self.way == "fast_forward" else nullcontext()
+        outer, self._active = self._active, pipe.scheduler
+        try:
+            with pipe.scheduler.playing(episode, self.way), skippable:
+                self._call_pipeline(pipe, arguments)
+        finally:
+            self._active = outer
         return scored[0]
 
     @contextmanager
-    def _skippable(self) -> Iterator[None]:
+    def _skippable(self, pipe: DiffusionPipeline) -> Iterator[None]:
         """While fast-forwarding, the model answers zeros instead of running; nobody uses them."""
-        forward = self.module.forward
+        forward = pipe.transformer.forward
 
         def skip_or_run(*args: Any, **kwargs: Any) -> Any:
-            if not self.scheduler.skipping:
+            if not pipe.scheduler.skipping:
                 return forward(*args, **kwargs)
             rows = len(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
             return (self._answer.new_zeros(rows, *self._answer.shape[1:]),)
 
-        self.module.forward = skip_or_run
+        pipe.transformer.forward = skip_or_run
         try:
             yield
         finally:
-            del self.module.forward
+            del pipe.transformer.forward

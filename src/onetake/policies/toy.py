@@ -48,21 +48,22 @@ class ToyPolicy:
         self.kernel = kernel
         self.dims = dims
         self.module = ToyVelocity(dims, width, prompts, seed)
+        self._reference = ToyVelocity(dims, width, prompts, seed).requires_grad_(False)
         self.sigmas = [1 - k / steps for k in range(steps + 1)]
         self.version = self.calls = self.forwards = self.trained_forwards = 0
 
-    def _velocity(self, x: Tensor, index: int, batch: MicroBatch) -> Tensor:
+    def _velocity(self, module: ToyVelocity, x: Tensor, index: int, batch: MicroBatch) -> Tensor:
         self.calls += 1
         self.forwards += len(x)
         self.trained_forwards += len(x) * torch.is_grad_enabled()
-        return self.module(x, self.sigmas[index], batch.prompt_index)
+        return module(x, self.sigmas[index], batch.prompt_index)
 
     def rollout(self, batch: MicroBatch, observe: Observer, *, grad: bool) -> Tensor:
         episode = Episode(batch=batch, kernel=self.kernel, observe=observe, grad=grad)
         x = torch.stack([torch.randn(self.dims, generator=g, dtype=torch.float64) for g in start_generators(batch)])
         for k in range(len(self.sigmas) - 1):
             with torch.set_grad_enabled(episode.wants_grad(k)):
-                velocity = self._velocity(x, k, batch)
+                velocity = self._velocity(self.module, x, k, batch)
                 if episode.stochastic(k):
                     x = episode.transition(k, x, velocity, self.sigmas)
                 else:
@@ -70,9 +71,15 @@ class ToyPolicy:
         return x
 
     def score(self, batch: MicroBatch, old: Transition) -> Transition:
+        return self._replay(self.module, batch, old, grad=True)
+
+    def reference(self, batch: MicroBatch, old: Transition) -> Transition:
+        return self._replay(self._reference, batch, old, grad=False)
+
+    def _replay(self, module: ToyVelocity, batch: MicroBatch, old: Transition, *, grad: bool) -> Transition:
         scored: list[Transition] = []
-        episode = Episode(batch=batch, kernel=self.kernel, observe=scored.append, grad=True, replay=old)
-        with torch.enable_grad():
-            velocity = self._velocity(old.sample, old.index, batch)
+        episode = Episode(batch=batch, kernel=self.kernel, observe=scored.append, grad=grad, replay=old)
+        with torch.set_grad_enabled(grad):
+            velocity = self._velocity(module, old.sample, old.index, batch)
             episode.transition(old.index, old.sample, velocity, self.sigmas)
         return scored[0]
