@@ -37,13 +37,7 @@ def recipe_text(name: str) -> str:
 
 def load(text: str, overrides: list[str] | None = None) -> Recipe:
     """Parse, override and check a recipe. Raises RecipeError that lists everything wrong with it."""
-    try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"the recipe is not YAML: {error}") from error
-    tree = {} if tree is None else tree
-    if not isinstance(tree, dict):
-        raise RecipeError("the recipe must be a mapping of keys to values")
+    tree = _tree(text)
     problems = [problem for override in overrides or [] if (problem := _override(tree, override))]
     try:
         recipe = Recipe.model_validate(tree)
@@ -53,6 +47,29 @@ def load(text: str, overrides: list[str] | None = None) -> Recipe:
     if problems:
         raise RecipeError("\n".join(problems))
     return recipe
+
+
+def _tree(text: str) -> dict[str, Any]:
+    """The recipe's mapping, laid over the recipe that its ``extends`` names, if it names one."""
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"the recipe is not YAML: {error}") from error
+    tree = {} if tree is None else tree
+    if not isinstance(tree, dict):
+        raise RecipeError("the recipe must be a mapping of keys to values")
+    base = tree.pop("extends", None)
+    return tree if base is None else _laid_over(_tree(recipe_text(str(base))), tree)
+
+
+def _laid_over(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Groups of keys are merged; a value, or a choice of another kind, replaces what was there."""
+    merged = dict(base)
+    for key, value in changes.items():
+        old = merged.get(key)
+        same_kind = isinstance(old, dict) and isinstance(value, dict) and value.get("kind") in (None, old.get("kind"))
+        merged[key] = _laid_over(old, value) if same_kind else value
+    return merged
 
 
 def dump(recipe: Recipe) -> str:

@@ -37,12 +37,14 @@ class Ema:
     def update(self, update: int) -> None:
         """After update number `update` (from 1)."""
         if update % self._config.every == 0:
-            torch._foreach_lerp_(self._means, self._parameters, 1 - self._config.decay_at(update))
+            for mean, parameter in zip(self._means, self._parameters, strict=True):
+                mean.lerp_(parameter, 1 - self._config.decay_at(update))
 
     @torch.no_grad()
     def take(self) -> None:
         """Set the averages to the parameters' present values (which were just loaded)."""
-        torch._foreach_copy_(self._means, self._parameters)
+        for mean, parameter in zip(self._means, self._parameters, strict=True):
+            mean.copy_(parameter)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -8,10 +8,10 @@ event weights.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import torch
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from onetake.records import NAMED, Config, MicroBatch, Rollout, Transition
@@ -154,7 +154,11 @@ class FlowDppo(_LikelihoodRatio):
 
 
 Objective = Grpo | GrpoGuard | FlowDppo
-ObjectiveConfig = Annotated[Objective, Field(discriminator="kind"), NAMED]
+def _grpo_by_default(value: Any) -> Any:
+    return {"kind": "grpo", **value} if isinstance(value, dict) else value
+
+
+ObjectiveConfig = Annotated[Objective, Field(discriminator="kind"), BeforeValidator(_grpo_by_default), NAMED]
 
 
 def _event_weights(kind: EventWeights, kernel: Kernel, sigmas: Sequence[float], events: Tensor) -> Tensor:
