@@ -154,6 +154,8 @@ class FlowDppo(_LikelihoodRatio):
 
 
 Objective = Grpo | GrpoGuard | FlowDppo
+
+
 def _grpo_by_default(value: Any) -> Any:
     return {"kind": "grpo", **value} if isinstance(value, dict) else value
 

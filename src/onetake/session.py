@@ -198,7 +198,8 @@ def _watcher(recipe: Recipe, say: Callable[[str], None], show: Callable[[str, in
         say(f"{recipe.objective.limit(found.dims)}; on the first update of a rollout the ratio is exactly 1")
 
     def update(columns: dict) -> None:
-        phases = " ".join(f"{name[:6]} {columns[f'{name}_s']:.1f}" for name in ("sampling", "reward", "backward"))
+        short = {"sampling_s": "sample", "reward_s": "score", "backward_s": "backward"}
+        phases = " ".join(f"{name} {columns[key]:.1f}" for key, name in short.items())
         success = f" success {columns['success_rate']:.2f}" if "success_rate" in columns else ""
         show(f"reward {columns['score_mean']:.2f}{success} | {phases} s", columns["update"])
 
