@@ -128,6 +128,24 @@ def rows(arguments: argparse.Namespace) -> Iterator[str]:
                 )
 
 
+def profile(arguments: argparse.Namespace) -> Iterator[str]:
+    """Where full fine-tuning under reweight spends more than under retain, by operator (self CPU time, one update)."""
+    full = policy(arguments, Full(), checkpointing=False)
+    spent = {}
+    for execution in ("retain", "reweight"):
+        one_update(full, execution, arguments)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            one_update(full, execution, arguments)
+        spent[execution] = {row.key: row.self_cpu_time_total / 1e6 for row in profiler.key_averages()}
+    extra = {
+        key: spent["reweight"].get(key, 0.0) - spent["retain"].get(key, 0.0)
+        for key in spent["retain"] | spent["reweight"]
+    }
+    for key, seconds in sorted(extra.items(), key=lambda item: -abs(item[1]))[:8]:
+        yield f"{key:40} {seconds:+.3f} s"
+    yield f"{'all operators':40} {sum(extra.values()):+.3f} s of {sum(spent['retain'].values()):.3f}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in {
@@ -144,11 +162,15 @@ def main() -> None:
     parser.add_argument(
         "--allocator", choices=["keep", "default"], default="keep", help="keep: as `onetake train` does"
     )
+    parser.add_argument("--profile", action="store_true", help="what full reweight spends more than retain, by operator")
     arguments = parser.parse_args()
     if arguments.allocator == "keep":
         keep_freed_memory()
     torch.set_num_threads(arguments.threads)
     print(" ".join(f"{key} {value}" for key, value in vars(arguments).items()), f"torch {torch.__version__}")
+    if arguments.profile:
+        print("\n".join(profile(arguments)))
+        return
     print(f"{'':5} {'':26} {'CPU s':>8} {'wall s':>8}")
     for row in rows(arguments):
         print(row, flush=True)

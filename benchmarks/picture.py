@@ -30,7 +30,7 @@ def main() -> None:
     before, after = evaluation(files[0]), evaluation(files[-1])
     first = [i for i, row in enumerate(before[1]) if row["sample"] == 0]
     chosen = [first[i * len(first) // arguments.columns] for i in range(arguments.columns)]
-    figure = Figure(figsize=(1.25 * arguments.columns, 3.6), layout="constrained")
+    figure = Figure(figsize=(1.25 * arguments.columns, 3.3), layout="constrained")
     axes = figure.subplots(2, arguments.columns)
     for row, (label, (images, records)) in enumerate((("before", before), ("after", after))):
         for axis, i in zip(axes[row], chosen, strict=True):
