@@ -162,7 +162,9 @@ def main() -> None:
     parser.add_argument(
         "--allocator", choices=["keep", "default"], default="keep", help="keep: as `onetake train` does"
     )
-    parser.add_argument("--profile", action="store_true", help="what full reweight spends more than retain, by operator")
+    parser.add_argument(
+        "--profile", action="store_true", help="what full reweight spends more than retain, by operator"
+    )
     arguments = parser.parse_args()
     if arguments.allocator == "keep":
         keep_freed_memory()
