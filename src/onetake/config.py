@@ -67,8 +67,10 @@ def _laid_over(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in changes.items():
         old = merged.get(key)
-        same_kind = isinstance(old, dict) and isinstance(value, dict) and value.get("kind") in (None, old.get("kind"))
-        merged[key] = _laid_over(old, value) if same_kind else value
+        if isinstance(old, dict) and isinstance(value, dict) and value.get("kind") in (None, old.get("kind")):
+            merged[key] = _laid_over(old, value)
+        else:
+            merged[key] = value
     return merged
 
 

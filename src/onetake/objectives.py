@@ -8,7 +8,7 @@ event weights.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol, cast
 
 import torch
 from pydantic import BeforeValidator, Field
@@ -157,7 +157,7 @@ Objective = Grpo | GrpoGuard | FlowDppo
 
 
 def _grpo_by_default(value: Any) -> Any:
-    return {"kind": "grpo", **value} if isinstance(value, dict) else value
+    return {"kind": "grpo", **cast(dict[str, Any], value)} if isinstance(value, dict) else value
 
 
 ObjectiveConfig = Annotated[Objective, Field(discriminator="kind"), BeforeValidator(_grpo_by_default), NAMED]
