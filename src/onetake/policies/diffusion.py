@@ -25,6 +25,9 @@ from onetake.records import Config, MicroBatch, Transition
 from onetake.transitions import Flow, Kernel, StochasticKernel
 
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
 class PolicyConfig(Config):
     """Which pipeline is trained, how it samples, and which of its weights move."""
 
@@ -63,7 +66,7 @@ def load_pipeline(folder: Path, dtype: str = "float32") -> DiffusionPipeline:
     if not (folder / "model_index.json").is_file():
         raise ValueError(f"policy.pipeline: {folder} is not a diffusers pipeline folder (it has no model_index.json)")
     disable_progress_bar()  # of loading; ours is the only bar
-    pipe = DiffusionPipeline.from_pretrained(folder, dtype=getattr(torch, dtype))
+    pipe = DiffusionPipeline.from_pretrained(folder, dtype=DTYPES[dtype])
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
