@@ -24,7 +24,6 @@ from onetake.policies.scheduler import Finished, RolloutScheduler
 from onetake.records import Config, MicroBatch, Transition
 from onetake.transitions import Flow, Kernel, StochasticKernel
 
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
