@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from onetake.cli import app
 from onetake.metrics import Log
-from tiny import tiny_sd3
+from tiny import tiny_sd3, tiny_task
 
 
 def nan_reward(images, prompts):
@@ -49,22 +49,14 @@ flat_later.calls = 0
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("cli")
-    tiny_sd3().save_pretrained(root / "base")
-    (root / "prompts.txt").write_text("first\nsecond\nthird\n")
-    return root
+def tiny(tmp_path_factory) -> tuple[dict[str, str], str]:
+    return tiny_task(tmp_path_factory.mktemp("cli"))
 
 
-def write_recipe(root: Path, folder: Path, **changes) -> Path:
+def write_recipe(tiny: tuple[dict[str, str], str], folder: Path, **changes) -> Path:
     tree = {
-        "task": {
-            "kind": "prompts",
-            "train": f"{root}/prompts.txt",
-            "held_out": f"{root}/prompts.txt",
-            "reward": "jpeg",
-        },
-        "policy": {"pipeline": f"{root}/base", "steps": 3, "call": {"max_sequence_length": 8}},
+        "task": tiny[0],
+        "policy": {"pipeline": tiny[1], "steps": 3, "call": {"max_sequence_length": 8}},
         "rollout": {"groups": 2, "group_size": 4, "micro_batch": 4},
         "evaluation": {"every": 2, "samples": 2},
         "checkpoint": {"every": 1},
@@ -84,8 +76,8 @@ def words(result: Result) -> str:
 
 
 @pytest.mark.parametrize("trainable", ["lora", "full"])
-def test_train_sample_report(root, tmp_path, trainable):
-    recipe = write_recipe(root, tmp_path)
+def test_train_sample_report(tiny, tmp_path, trainable):
+    recipe = write_recipe(tiny, tmp_path)
     trained = onetake(
         "train", recipe, "--set", f"policy.trainable={trainable}", "--set", "task.reward=test_cli:brightness"
     )
@@ -117,8 +109,8 @@ def test_train_sample_report(root, tmp_path, trainable):
     assert (tmp_path / "other.html").read_text() == report
 
 
-def test_two_updates_per_rollout_are_a_hybrid(root, tmp_path):
-    recipe = write_recipe(root, tmp_path, updates=4, updates_per_rollout=2, optimizer={"learning_rate": 0.01})
+def test_two_updates_per_rollout_are_a_hybrid(tiny, tmp_path):
+    recipe = write_recipe(tiny, tmp_path, updates=4, updates_per_rollout=2, optimizer={"learning_rate": 0.01})
     assert onetake("train", recipe).exit_code == 0
     updates = [line for line in Log(tmp_path / "run" / "metrics.jsonl").read() if line["kind"] == "update"]
     assert [line["execution"] for line in updates] == ["retain", "recompute"] * 2
@@ -127,9 +119,9 @@ def test_two_updates_per_rollout_are_a_hybrid(root, tmp_path):
     assert updates[1]["ratio_mean"] != 1
 
 
-def test_an_update_of_dead_groups_only_is_skipped_and_said(root, tmp_path):
+def test_an_update_of_dead_groups_only_is_skipped_and_said(tiny, tmp_path):
     """Equal rewards teach nothing, and Adam's momentum must not move the weights meanwhile."""
-    recipe = write_recipe(root, tmp_path, updates=3, optimizer={"learning_rate": 0.01, "weight_decay": 0.1})
+    recipe = write_recipe(tiny, tmp_path, updates=3, optimizer={"learning_rate": 0.01, "weight_decay": 0.1})
     result = onetake("train", recipe, "--set", "task.reward=test_cli:flat_later")
     assert "update 2: all groups are dead" in words(result)
     updates = [line for line in Log(tmp_path / "run" / "metrics.jsonl").read() if line["kind"] == "update"]
@@ -143,16 +135,16 @@ def test_an_update_of_dead_groups_only_is_skipped_and_said(root, tmp_path):
     assert (images[1] == images[2]).all()
 
 
-def test_the_resolved_recipe_is_a_recipe(root, tmp_path):
-    assert onetake("train", write_recipe(root, tmp_path)).exit_code == 0
+def test_the_resolved_recipe_is_a_recipe(tiny, tmp_path):
+    assert onetake("train", write_recipe(tiny, tmp_path)).exit_code == 0
     again = onetake("train", tmp_path / "run" / "config.yaml", "--set", f"out={tmp_path}/again")
     assert again.exit_code == 0, words(again)
     first, second = ((tmp_path / name / "config.yaml").read_text().replace(name, "") for name in ("run", "again"))
     assert first == second
 
 
-def test_verify_prints_every_execution(root, tmp_path):
-    result = onetake("verify", write_recipe(root, tmp_path))
+def test_verify_prints_every_execution(tiny, tmp_path):
+    result = onetake("verify", write_recipe(tiny, tmp_path))
     assert result.exit_code == 0, words(result)
     names = ("recompute", "retain", "reweight")
     rows = {row[0]: row for line in result.stdout.splitlines() if (row := line.split()) and row[0] in names}
@@ -176,8 +168,8 @@ def refused(result: Result, *texts: str) -> None:
         assert text in words(result)
 
 
-def test_all_errors_of_a_recipe_come_at_once(root, tmp_path):
-    recipe = write_recipe(root, tmp_path)
+def test_all_errors_of_a_recipe_come_at_once(tiny, tmp_path):
+    recipe = write_recipe(tiny, tmp_path)
     refused(
         onetake("train", recipe, "--set", "rollout.groop_size=4", "--set", "policy.stepz=3"),
         "rollout.groop_size: is not a key of the recipe; did you mean group_size?",
@@ -195,11 +187,11 @@ def test_unknown_recipe_names_the_nearest():
     refused(onetake("train", "shaeps"), "there is no recipe 'shaeps'; did you mean shapes?")
 
 
-def test_no_flow_matching_scheduler(root, tmp_path):
+def test_no_flow_matching_scheduler(tiny, tmp_path):
     pipe = tiny_sd3()
     pipe.scheduler = DDIMScheduler()
     pipe.save_pretrained(tmp_path / "ddim")
-    recipe = write_recipe(root, tmp_path)
+    recipe = write_recipe(tiny, tmp_path)
     refused(
         onetake("train", recipe, "--set", f"policy.pipeline={tmp_path}/ddim"),
         "DDIMScheduler, which is not a flow-matching",
@@ -209,16 +201,16 @@ def test_no_flow_matching_scheduler(root, tmp_path):
 @pytest.mark.parametrize(
     ("reward", "text"), [("nan_reward", "returned nan for image 0"), ("short_reward", "returned shape (1,)")]
 )
-def test_bad_reward_stops(root, tmp_path, reward, text):
+def test_bad_reward_stops(tiny, tmp_path, reward, text):
     refused(
-        onetake("train", write_recipe(root, tmp_path), "--set", f"task.reward=test_cli:{reward}"), f"the reward {text}"
+        onetake("train", write_recipe(tiny, tmp_path), "--set", f"task.reward=test_cli:{reward}"), f"the reward {text}"
     )
 
 
-def test_reward_that_fails_later_loses_nothing(root, tmp_path):
+def test_reward_that_fails_later_loses_nothing(tiny, tmp_path):
     """The update stops; what was checkpointed stands, and the run can be resumed once the reward is mended."""
     failing_later.calls = 0
-    recipe = write_recipe(root, tmp_path, updates=6, evaluation={"every": 6, "samples": 2})
+    recipe = write_recipe(tiny, tmp_path, updates=6, evaluation={"every": 6, "samples": 2})
     refused(
         onetake("train", recipe, "--set", "task.reward=test_cli:failing_later"),
         "the reward returned inf",
@@ -230,8 +222,8 @@ def test_reward_that_fails_later_loses_nothing(root, tmp_path):
     assert onetake("train", "--resume", tmp_path / "run").exit_code == 0
 
 
-def test_unwritable_and_used_folders(root, tmp_path):
-    recipe = write_recipe(root, tmp_path)
+def test_unwritable_and_used_folders(tiny, tmp_path):
+    recipe = write_recipe(tiny, tmp_path)
     (tmp_path / "file").write_text("")
     refused(onetake("train", recipe, "--set", f"out={tmp_path}/file/run"), "cannot write to", "--set out=…")
     (tmp_path / "used").mkdir()

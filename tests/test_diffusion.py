@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from diffusers import DDIMScheduler, StableDiffusion3Pipeline
+from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 
 from helpers import gradient_of, move, relative_error, roll
 from onetake.execution import EXECUTIONS, Recompute, Retain, Reweight
@@ -51,7 +51,7 @@ def test_without_events_it_is_the_stock_pipeline_bit_for_bit(guidance):
     policy = policy_on(guidance=guidance)
     batch = ode_batch(policy)
     ours = policy.rollout(batch, pytest.fail, grad=True)
-    policy.pipe.scheduler = policy.stock_scheduler
+    policy.pipe.scheduler = FlowMatchEulerDiscreteScheduler.from_config(policy.scheduler.config)
     theirs = policy.pipe(
         batch.prompt,
         num_images_per_prompt=2,

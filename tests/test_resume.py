@@ -23,7 +23,7 @@ from onetake.metrics import Log
 from onetake.policies.diffusion import DiffusionPolicy, load_pipeline
 from onetake.session import continued, opened
 from onetake.train import Watcher, train
-from tiny import tiny_sd3
+from tiny import tiny_task
 
 TIMES = ("wall_s", "peak_rss_mib", "sampling_s", "decoding_s", "reward_s", "backward_s", "optimizer_s", "evaluation_s")
 
@@ -31,17 +31,11 @@ TIMES = ("wall_s", "peak_rss_mib", "sampling_s", "decoding_s", "reward_s", "back
 @pytest.fixture(scope="module")
 def recipe_file(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("recipe")
-    tiny_sd3().save_pretrained(root / "base")
-    (root / "prompts.txt").write_text("first\nsecond\nthird\n")
+    task, pipeline = tiny_task(root)
     tree = {
-        "task": {
-            "kind": "prompts",
-            "train": f"{root}/prompts.txt",
-            "held_out": f"{root}/prompts.txt",
-            "reward": "jpeg",
-        },
+        "task": task,
         "policy": {
-            "pipeline": str(root / "base"),
+            "pipeline": pipeline,
             "steps": 3,
             "call": {"max_sequence_length": 8},
             "trainable": {"kind": "lora", "rank": 2},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from diffusers import (
     AutoencoderKL,
@@ -88,3 +90,11 @@ def tiny_sd3(seed: int = 0, dtype: torch.dtype = torch.float32, **transformer) -
         )
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def tiny_task(root: Path) -> tuple[dict[str, str], str]:
+    """Save the pipeline and three prompts under `root`; the recipe's ``task``, and its ``policy.pipeline``."""
+    tiny_sd3().save_pretrained(root / "base")
+    (root / "prompts.txt").write_text("\n".join(WORDS))
+    prompts = str(root / "prompts.txt")
+    return {"kind": "prompts", "train": prompts, "held_out": prompts, "reward": "jpeg"}, str(root / "base")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,7 @@ class Evaluation:
     success_at: float | None
     seconds: float
 
+    @cached_property
     def summary(self) -> dict[str, float | int]:
         """The evaluation's columns of the log."""
         n = len(self.scores)

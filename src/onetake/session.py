@@ -204,7 +204,7 @@ def _watcher(recipe: Recipe, say: Callable[[str], None], show: Callable[[str, in
         show(f"reward {columns['score_mean']:.2f}{success} | {phases} s", columns["update"])
 
     def evaluation(number: int, result: Evaluation) -> None:
-        summary = result.summary()
+        summary = result.summary
         success = (
             f", success {summary['success_rate']:.3f} ± {summary['stderr']:.3f}" if "success_rate" in summary else ""
         )

@@ -187,13 +187,13 @@ class Run:
             result = evaluate(self.policy, self.task, self.recipe.evaluation, seed=self.recipe.seed)
         columns = {"kind": "evaluation", "update": self.update, "wall_s": self.wall_s}
         counts = {"forwards": self.policy.forwards, "saved_forwards": self.saved_forwards}
-        self.log.write(**columns, **counts, **result.summary())
+        self.log.write(**columns, **counts, **result.summary)
         evaluation.save(result, self.task, self.folder / "evaluations", self.update)
         self.watch.evaluation(self.update, result)
         return result
 
     def checkpoint(self, held_out: Evaluation | None) -> None:
-        summary = held_out.summary() if held_out is not None else {}
+        summary = held_out.summary if held_out is not None else {}
         state = State(
             update=self.update,
             wall_s=self.wall_s,

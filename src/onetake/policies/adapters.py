@@ -121,8 +121,3 @@ def apply_weights(pipe: DiffusionPipeline, folder: Path) -> None:
         raise ValueError(
             f"{folder} holds neither {LORA_FILE} nor transformer/: it is not a checkpoint's weights folder"
         )
-
-
-def trainable_count(module: nn.Module) -> int:
-    """P, the number of trainable parameters."""
-    return sum(p.numel() for p in module.parameters() if p.requires_grad)

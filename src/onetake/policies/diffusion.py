@@ -105,7 +105,6 @@ class DiffusionPolicy:
             )
         self.pipe = pipe
         self.kernel = kernel
-        self.stock_scheduler = pipe.scheduler
         self.scheduler = pipe.scheduler = RolloutScheduler.from_config(pipe.scheduler.config)
         self.way = "tail"
         self.version = self.calls = self.forwards = self.trained_forwards = 0

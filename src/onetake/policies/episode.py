@@ -11,7 +11,7 @@ from torch import Tensor
 from onetake.noise import transition_noise
 from onetake.policies import Observer
 from onetake.records import MicroBatch, Transition
-from onetake.transitions import Kernel, log_prob, mean_std
+from onetake.transitions import Kernel, Ode, log_prob, mean_std
 
 
 @dataclass(kw_only=True)
@@ -46,7 +46,7 @@ class Episode:
         else:
             action = mean.detach() + std * transition_noise(self.batch, index, mean)
             if not rows.all():
-                euler = sample.to(mean.dtype) + (sigmas[index + 1] - sigmas[index]) * velocity.detach().to(mean.dtype)
+                euler, _ = mean_std(Ode(), sample, velocity.detach(), sigmas, index)
                 action = torch.where(rows.to(mean.device).view(-1, *[1] * (mean.dim() - 1)), action, euler)
             action = action.to(sample.dtype)
         score = torch.where(rows.to(mean.device), log_prob(action, mean, std), 0)
