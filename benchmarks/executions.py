@@ -21,9 +21,10 @@ import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 
 from onetake.allocator import keep_freed_memory
+from onetake.coefficients import Coefficients
 from onetake.execution import EXECUTIONS
 from onetake.execution.sampling import RolloutConfig, deal, sample
-from onetake.objectives import Coefficients, Grpo
+from onetake.objectives import Grpo
 from onetake.policies.adapters import Full, Lora
 from onetake.policies.diffusion import DiffusionPolicy
 from onetake.records import Address

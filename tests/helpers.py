@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from onetake.advantages import Advantages
+from onetake.coefficients import Coefficients
 from onetake.execution import EXECUTIONS
 from onetake.execution.sampling import RolloutConfig, deal, sample
 from onetake.noise import generator
-from onetake.objectives import Coefficients, Grpo
+from onetake.objectives import Grpo
 from onetake.policies import Policy, trainable
 from onetake.records import Address, Rollout
 from onetake.selection import All

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from helpers import fake_rewards, gradient_of, move, relative_error, roll
+from onetake.coefficients import Coefficients
 from onetake.execution import EXECUTIONS, Recompute, Retain, Reweight
 from onetake.execution.sampling import RolloutConfig
-from onetake.objectives import Coefficients, FlowDppo, Grpo, GrpoGuard, Kl
+from onetake.objectives import FlowDppo, Grpo, GrpoGuard, Kl
 from onetake.policies import trainable
 from onetake.policies.toy import ToyPolicy
 from onetake.selection import All, Fraction, Single, Window
@@ -25,6 +26,7 @@ SELECTIONS = {
 }
 OBJECTIVES = {
     "per_dim": Grpo(),
+    "noise_aware": Grpo(event_weights="noise_aware"),
     "exact": Grpo(scale="exact", clip_low=0.1, clip_high=0.3),
     "rectified": Grpo(event_weights="rectified"),
     "guard": GrpoGuard(),
@@ -42,7 +44,8 @@ def loss_by_hand(objective, old, mean, std, delta, advantage):
         ratio = torch.exp(std / dims * (ell - old.log_prob + drift))
         clipped = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
         return torch.maximum(-advantage * ratio, -advantage * clipped) / -delta
-    ratio = torch.exp((ell - old.log_prob) / (dims if objective.scale == "per_dim" else 1))
+    scale = {"per_dim": 1 / dims, "exact": 1.0, "published_cps": 2 * std**2 / dims}[objective.scale]
+    ratio = torch.exp(scale * (ell - old.log_prob))
     if isinstance(objective, FlowDppo):
         moving_on = ((advantage > 0) & (ratio > 1)) | ((advantage < 0) & (ratio < 1))
         return -advantage * ratio * ~(moving_on & (drift / dims > objective.threshold)).detach()
@@ -55,10 +58,14 @@ def by_formula(policy: ToyPolicy, objective, rollout, kl=None) -> dict[str, torc
     total, sigmas = torch.zeros((), dtype=torch.float64), policy.sigmas
     events = torch.cat([batch.stochastic for batch in rollout.batches])
     weights = {k: 1.0 for k in range(len(sigmas) - 1)}
-    if objective.event_weights == "rectified":
-        inverse = {k: 1 / gain(policy.kernel, sigmas, k) for k in weights if events[:, k].any()}
-        mean = sum(inverse[k] * int(events[:, k].sum()) for k in inverse) / int(events.sum())
-        weights = {k: value / mean for k, value in inverse.items()}
+    if objective.event_weights != "uniform":
+        present = [k for k in weights if events[:, k].any()]
+        factor = {
+            "rectified": lambda k: 1 / gain(policy.kernel, sigmas, k),
+            "noise_aware": lambda k: policy.kernel.affine(sigmas, k).std,
+        }[objective.event_weights]
+        mean = sum(factor(k) * int(events[:, k].sum()) for k in present) / int(events.sum())
+        weights = {k: factor(k) / mean for k in present}
     for batch, transitions in zip(rollout.batches, rollout.transitions, strict=True):
         advantage = rollout.advantages[batch.group][list(batch.samples)]
         for old in transitions:
@@ -89,6 +96,15 @@ def test_execution_equals_autograd_of_the_formula(execution, selection, objectiv
     assert all(gradient.abs().max() > 0 for gradient in wanted.values())
     for name in wanted:
         torch.testing.assert_close(found[name], wanted[name], rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_published_cps_scale_equals_autograd_of_the_formula(execution):
+    """Public CPS code leaves 1/(2S²) out of its log-prob: the ratio, and the gradient at ratio 1, are 2S² times the true one."""
+    policy, objective = ToyPolicy(Cps(noise=0.6)), Grpo(scale="published_cps", clip_low=1e-5, clip_high=1e-5)
+    wanted = by_formula(policy, objective, roll(policy, Recompute(), objective=objective))
+    assert relative_error(gradient_of(policy, execution, objective=objective), wanted) < 1e-9
+    assert relative_error(gradient_of(policy, execution), wanted) > 0.1
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
@@ -149,14 +165,14 @@ def test_forwards_are_counted_exactly(execution, extra, selection):
 def test_bank_holds_at_most_two_gradients_per_trajectory():
     """However many events there are; with retain, what is kept grows with them."""
     policy, strategy = ToyPolicy(Flow(), steps=40), Reweight()
-    roll(policy, strategy)
-    for bank in strategy._banks:
+    rollout = roll(policy, strategy)
+    for bank in rollout.kept:
         for account in bank._accounts.values():
             size = 2 * account.parameter.numel()
             assert account._waiting <= size
             assert account._sum_Boi.numel() == size
             assert not any(t.requires_grad for pair in account._pairs for t in pair)  # no graph outlives its backward
-    assert strategy._banks
+    assert len(rollout.kept) == len(rollout.batches)
 
 
 def test_second_update_on_a_rollout_needs_recompute():
@@ -175,12 +191,14 @@ def test_second_update_on_a_rollout_needs_recompute():
         Grpo(scale="exact", clip_low=0.05, clip_high=0.05),
         GrpoGuard(clip_low=0.002, clip_high=0.002),
         FlowDppo(scale="exact", threshold=0.0005),
+        Grpo(scale="published_cps", clip_low=0.005, clip_high=0.005),
     ],
-    ids=lambda objective: objective.kind,
+    ids=["grpo", "guard", "dppo", "published_cps"],
 )
 def test_second_update_equals_autograd_of_the_formula(objective):
     """Off the behaviour policy: ratios, clips and masks are active, and some events survive them."""
-    policy, strategy = ToyPolicy(Flow()), Retain()
+    kernel = Cps(noise=0.6) if objective.kind == "grpo" and objective.scale == "published_cps" else Flow()
+    policy, strategy = ToyPolicy(kernel), Retain()
     rollout = roll(policy, strategy, objective=objective)
     move(policy)
     wanted = by_formula(policy, objective, rollout)
@@ -204,7 +222,8 @@ def test_hybrid_second_update_equals_native():
         policy.version += 1
         coefficients = Coefficients(objective, rollout)
         Recompute().accumulate(policy, rollout, coefficients)
-        return {n: p.grad for n, p in trainable(policy).items()}, coefficients.statistics()
+        statistics = {n: v for n, v in coefficients.statistics().items() if not n.startswith("event")}
+        return {n: p.grad for n, p in trainable(policy).items()}, statistics
 
     native, native_statistics = two_updates("recompute")
     for first in ("retain", "reweight"):

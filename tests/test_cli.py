@@ -203,7 +203,8 @@ def test_no_flow_matching_scheduler(tiny, tmp_path):
 )
 def test_bad_reward_stops(tiny, tmp_path, reward, text):
     refused(
-        onetake("train", write_recipe(tiny, tmp_path), "--set", f"task.reward=test_cli:{reward}"), f"the reward {text}"
+        onetake("train", write_recipe(tiny, tmp_path), "--set", f"task.reward=test_cli:{reward}"),
+        f"the reward test_cli:{reward} {text}",
     )
 
 
@@ -213,7 +214,7 @@ def test_reward_that_fails_later_loses_nothing(tiny, tmp_path):
     recipe = write_recipe(tiny, tmp_path, updates=6, evaluation={"every": 6, "samples": 2})
     refused(
         onetake("train", recipe, "--set", "task.reward=test_cli:failing_later"),
-        "the reward returned inf",
+        "the reward test_cli:failing_later returned inf",
         "the update is stopped",
     )
     done = [line["update"] for line in Log(tmp_path / "run" / "metrics.jsonl").read() if line["kind"] == "update"]

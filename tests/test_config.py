@@ -265,7 +265,8 @@ def test_prompts_are_lines(tmp_path, pipeline):
     recipe: Recipe = config.load(f"task: {{kind: prompts, {where}, reward: 'onetake.tasks:shapes_reward'}}", [pipeline])
     task = recipe.task.load()
     assert task.train == task.held_out == ["a cat", "two dogs"]
-    assert task.reward is shapes_reward
+    assert list(task.rewards.functions.values()) == [shapes_reward]
+    assert list(task.rewards.weights.values()) == [1.0]
 
 
 REWARDS = {

@@ -7,11 +7,12 @@ import torch
 from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 
 from helpers import gradient_of, move, relative_error, roll
+from onetake.coefficients import Coefficients
 from onetake.execution import EXECUTIONS, Recompute, Retain, Reweight
 from onetake.execution.preflight import PreflightError, preflight
 from onetake.execution.sampling import RolloutConfig, deal
 from onetake.noise import start_generators
-from onetake.objectives import Coefficients, Grpo, Kl
+from onetake.objectives import Grpo, Kl
 from onetake.policies import trainable
 from onetake.policies.adapters import Full, Lora, apply_weights
 from onetake.policies.diffusion import DiffusionPolicy

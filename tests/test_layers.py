@@ -15,7 +15,7 @@ import onetake
 ROOT = Path(onetake.__file__).parent
 LAYERS = [
     {"records", "metrics", "allocator"},
-    {"noise", "transitions", "advantages", "objectives", "selection"},
+    {"noise", "transitions", "advantages", "objectives", "coefficients", "selection"},
     {"policies", "rewards"},
     {"execution"},
     {"train", "checkpoint", "tasks", "evaluation", "recipe", "optimizer", "ema", "verify"},

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from helpers import PROMPTS, roll
 from onetake.advantages import Advantages, dead_groups
+from onetake.coefficients import Coefficients
 from onetake.execution import Recompute
 from onetake.execution.sampling import RolloutConfig, deal
 from onetake.noise import choice, prompt_indices, start_generators, transition_noise
-from onetake.objectives import Coefficients, Grpo
+from onetake.objectives import Grpo
 from onetake.policies.toy import ToyPolicy
 from onetake.records import Address, MicroBatch
 from onetake.selection import All, Fraction, Single, Window
@@ -342,8 +343,9 @@ def test_omega_at_ratio_one(scale, event_weights):
             weight = float(batch.weight[old.index]) * (1 / 4 if scale == "per_dim" else 1)
             wanted = -rollout.advantage(batch) * old.rows * weight / count
             torch.testing.assert_close(coefficients.omega(batch, old, old), wanted, rtol=1e-12, atol=0)
-    still = {"ratio_mean": 1, "ratio_min": 1, "ratio_max": 1, "clip_fraction": 0, "approx_kl": 0}
-    assert coefficients.statistics() == still | {"loss": coefficients.loss}
+    still = {"ratio_mean": 1, "ratio_min": 1, "ratio_max": 1, "clip_fraction": 0, "approx_kl": 0, "log_prob_shift": 0}
+    each = {f"event_{name}": [value] * 4 for name, value in still.items()}
+    assert coefficients.statistics() == still | each | {"loss": coefficients.loss, "events": [0, 1, 2, 3]}
 
 
 # (advantage, ratio) → whether the gradient survives, with clip_low 0.1 and clip_high 0.3

@@ -35,6 +35,7 @@ class State:
     forwards: int
     saved_forwards: int
     held_out: float | None  # success rate, or mean score, of the evaluation at this update, if there was one
+    kl_beta: float = 0.0  # of the KL to the reference, which a target may move
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor
 
 from onetake.policies import Policy
 from onetake.records import Address, Config, MicroBatch
-from onetake.rewards import scores
 from onetake.tasks import Task
 
 
@@ -37,15 +37,17 @@ class Evaluation:
     samples: list[int]
     images: Tensor  # (n, 3, H, W) in [0, 1]
     scores: Tensor  # (n,)
+    rewards: dict[str, float]  # mean of each reward by name
     success_at: float | None
     seconds: float
 
     @cached_property
-    def summary(self) -> dict[str, float | int]:
+    def summary(self) -> dict[str, Any]:
         """The evaluation's columns of the log."""
         n = len(self.scores)
-        columns: dict[str, float | int] = {
+        columns: dict[str, Any] = {
             "n": n,
+            "rewards": self.rewards,
             "score_mean": float(self.scores.mean()),
             "evaluation_s": self.seconds,
         }
@@ -78,7 +80,9 @@ def evaluate(policy: Policy, task: Task, config: EvaluationConfig, *, seed: int)
     calls, forwards = policy.calls, policy.forwards
     address = Address(seed=seed, stream="evaluation", update=0)
     steps = len(policy.sigmas) - 1
-    prompts, images, values = [], [], []
+    prompts: list[str] = []
+    images: list[Tensor] = []
+    parts: list[dict[str, Tensor]] = []
     for index in chosen_prompts(config, task.held_out):
         batch = MicroBatch(
             address=address,
@@ -91,13 +95,14 @@ def evaluate(policy: Policy, task: Task, config: EvaluationConfig, *, seed: int)
         )
         images.append(policy.rollout(batch, lambda transition: None, grad=False).float().cpu())
         prompts += [batch.prompt] * config.samples
-        values.append(scores(task.reward, images[-1], [batch.prompt] * config.samples))
+        parts.append(task.rewards(images[-1], [batch.prompt] * config.samples))
     policy.calls, policy.forwards = calls, forwards
     return Evaluation(
         prompts=prompts,
-        samples=list(range(config.samples)) * len(values),
+        samples=list(range(config.samples)) * len(parts),
         images=torch.cat(images),
-        scores=torch.cat(values),
+        scores=torch.cat([task.rewards.total(part) for part in parts]),
+        rewards={name: float(torch.cat([part[name] for part in parts]).mean()) for name in parts[0]},
         success_at=task.success_at,
         seconds=time.perf_counter() - start,
     )

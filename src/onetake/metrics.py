@@ -22,21 +22,34 @@ METRICS: dict[str, str] = {
     "score_mean": "mean reward over the trajectories (update) or images (evaluation)",
     "score_spread": "mean over groups of the population std of the reward inside the group",
     "success_rate": "share of images whose reward reaches `evaluation.success_at`",
-    "dead_groups": "groups whose rewards are all equal; they contribute no gradient",
+    "rewards": "mean of each reward by its name, before its weight",
+    "dead_groups": "groups whose advantages are all zero, after any re-sampling; they contribute no gradient",
+    "resampled_groups": "groups that were drawn again because their rewards were all equal",
+    "kl": "mean over events of the scaled KL to the reference, as `kl.scale` says; there if `kl.beta` is above 0",
+    "kl_beta": "β of this update's KL; moves if `kl.target` is set",
     "sampling_s": "seconds of denoising in the update; under retain and reweight with the graph, under reweight with its backward",
     "decoding_s": "seconds between the last denoising step and the decoded images",
     "reward_s": "seconds of reward and advantages",
     "backward_s": "seconds of accumulating the gradient; under recompute with the second forward",
     "optimizer_s": "seconds of clipping and the optimizer step",
     "execution": "the execution that produced this update's gradient (later updates on a rollout are `recompute`)",
-    "skipped": "1 if every group was dead: nothing was trained and no optimizer step was made; else 0",
+    "skipped": "1 if no optimizer step was made: every group was dead, or the gradient's norm was abnormal; else 0",
     "loss": "value of the objective at the update's log-probs",
     "ratio_mean": "mean of exp(s·(ℓ − ℓ_old)) over events; exactly 1 on the first update of a rollout",
     "ratio_min": "smallest such ratio",
     "ratio_max": "largest such ratio",
     "clip_fraction": "share of events whose gradient the clip removes",
     "approx_kl": "mean of r − 1 − ln r over events, with the objective's scale s inside r",
+    "log_prob_shift": "largest |ℓ − ℓ_old| of an event, nats; 0 where the first update of a rollout did not re-score it",
+    "events": "indices of this update's events; the `event_…` lists follow it",
+    "event_ratio_mean": "`ratio_mean` of each event",
+    "event_ratio_min": "`ratio_min` of each event",
+    "event_ratio_max": "`ratio_max` of each event",
+    "event_clip_fraction": "`clip_fraction` of each event",
+    "event_approx_kl": "`approx_kl` of each event",
+    "event_log_prob_shift": "`log_prob_shift` of each event",
     "grad_norm": "global L2 norm of the gradient before clipping",
+    "grad_norm_clipped": "and after; 0 if the update was skipped",
     "step_norm": "L2 norm of the change of the trainable parameters by this update",
     "learning_rate": "learning rate of this update",
     "peak_rss_mib": "highest resident memory of the process so far, MiB",
@@ -53,7 +66,7 @@ class Log:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def write(self, **values: float | int | str) -> None:
+    def write(self, **values: Any) -> None:
         unknown = set(values) - set(METRICS)
         assert not unknown, f"metrics without a definition: {unknown}"
         with self.path.open("a") as file:

@@ -1,4 +1,4 @@
-"""Objectives turn log-probs and advantages into coefficients ω = ∂L/∂ℓ, by autograd on a leaf: no hand-derived weights.
+"""Objectives: what one event's loss is, given its log-prob and advantage. `coefficients` turns them into ω = ∂L/∂ℓ.
 
 An objective says what is scored (`log_prob`), how its change becomes a log-ratio (`log_ratio_scale`), and what one event's
 loss is (`terms`). On the first update of a rollout every ratio is 1, and all of them are the policy gradient with known
@@ -14,15 +14,20 @@ import torch
 from pydantic import BeforeValidator, Field
 from torch import Tensor
 
-from onetake.records import NAMED, Config, MicroBatch, Rollout, Transition
+from onetake.records import NAMED, Config, Transition
 from onetake.transitions import Kernel, gain
 
-EventWeights = Literal["uniform", "rectified"]
-"""``rectified`` divides each event by its temporal gain λ (Flash-GRPO), normalised to mean 1 over the update."""
+EventWeights = Literal["uniform", "rectified", "noise_aware"]
+"""Known factor of each event, normalised to mean 1 over the update's events. ``rectified`` divides by the temporal gain λ
+(Flash-GRPO); ``noise_aware`` multiplies by the transition's std (TempFlow-GRPO, arXiv 2508.04324)."""
 
 
 class Surrogate(Protocol):
     """What executions need of an objective."""
+
+    def problem(self, kernel: Kernel) -> str | None:
+        """Why it cannot be used with `kernel`, or None."""
+        ...
 
     def limit(self, dims: int) -> str:
         """One line: where the trust region ends, in nats of an event with `dims` dimensions."""
@@ -57,23 +62,39 @@ class _LikelihoodRatio(Config):
     """What objectives on r = exp(s·(ℓ − ℓ_old)) share.
 
     ``scale: per_dim`` is s = 1/D, as in all public diffusion code, so that published limits keep their meaning.
-    ``scale: exact`` is s = 1, the true likelihood ratio.
+    ``scale: exact`` is s = 1, the true likelihood ratio. ``scale: published_cps`` is s = 2S²/D: public code for the kernel
+    `cps` leaves 1/(2S²) out of the log-prob, which also weighs the events by 2S².
     """
 
-    scale: Literal["per_dim", "exact"] = "per_dim"
+    scale: Literal["per_dim", "exact", "published_cps"] = "per_dim"
     event_weights: EventWeights = "uniform"
 
+    def problem(self, kernel: Kernel) -> str | None:
+        if self.scale == "published_cps" and kernel.kind != "cps":
+            return (
+                f"objective.scale: published_cps is what public code does under policy.kernel: cps, but the kernel is "
+                f"{kernel.kind}; use objective.scale: per_dim"
+            )
+        return None
+
     def weights(self, kernel: Kernel, sigmas: Sequence[float], events: Tensor) -> Tensor:
-        return _event_weights(self.event_weights, kernel, sigmas, events)
+        weights = _event_weights(self.event_weights, kernel, sigmas, events)
+        if self.scale != "published_cps":
+            return weights
+        return weights * torch.tensor(
+            [2 * kernel.affine(sigmas, k).std ** 2 for k in range(len(weights))], dtype=torch.float64
+        )
 
     def log_prob(self, new: Transition, old: Transition) -> Tensor:
         return new.log_prob
 
     def log_ratio_scale(self, old: Transition) -> float:
+        if self.scale == "published_cps":
+            return 2 * old.std**2 / old.dims
         return 1 / old.dims if self.scale == "per_dim" else 1.0
 
     def loss_weight(self, weight: float, old: Transition) -> float:
-        return weight
+        return weight / (2 * old.std**2) if self.scale == "published_cps" else weight
 
 
 class Grpo(_LikelihoodRatio):
@@ -84,7 +105,9 @@ class Grpo(_LikelihoodRatio):
     clip_high: float = Field(default=1e-4, gt=0)
 
     def limit(self, dims: int) -> str:
-        nats = self.clip_high * (dims if self.scale == "per_dim" else 1)
+        nats = self.clip_high * (1 if self.scale == "exact" else dims)
+        if self.scale == "published_cps":
+            return f"clip {self.clip_high:g} (2S²/D, D = {dims:,}): reached when its log_prob moves by {nats:.3g}/(2S²) nats"
         return f"clip {self.clip_high:g} ({self.scale}, D = {dims:,}): reached when an event's log_prob moves by {nats:.3g} nats"
 
     def terms(self, log_ratio: Tensor, advantage: Tensor, divergence: Tensor) -> Tensor:
@@ -106,6 +129,9 @@ class GrpoGuard(Config):
     clip_high: float = Field(default=2e-6, gt=0)
     event_weights: EventWeights = "uniform"
 
+    def problem(self, kernel: Kernel) -> str | None:
+        return None
+
     def limit(self, dims: int) -> str:
         nats = self.clip_high * dims
         return f"clip {self.clip_high:g} (S/D, D = {dims:,}): reached when its re-centred log_prob moves by {nats:.3g}/S nats"
@@ -116,7 +142,7 @@ class GrpoGuard(Config):
         return _event_weights(self.event_weights, kernel, sigmas, events) * torch.tensor(balance, dtype=torch.float64)
 
     def log_prob(self, new: Transition, old: Transition) -> Tensor:
-        return new.log_prob + new.kl(old)
+        return new.log_prob + new.kl(old.mean)
 
     def log_ratio_scale(self, old: Transition) -> float:
         return old.std / old.dims
@@ -167,10 +193,13 @@ def _event_weights(kind: EventWeights, kernel: Kernel, sigmas: Sequence[float], 
     steps = events.shape[-1]
     if kind == "uniform":
         return torch.ones(steps, dtype=torch.float64)
+
+    def factor(k: int) -> float:
+        return 1 / gain(kernel, sigmas, k) if kind == "rectified" else kernel.affine(sigmas, k).std
+
     counts = events.reshape(-1, steps).sum(0).double()
-    inverse = [1 / gain(kernel, sigmas, k) if counts[k] else 1.0 for k in range(steps)]
-    inverse_T = torch.tensor(inverse, dtype=torch.float64)
-    return inverse_T / ((inverse_T * counts).sum() / counts.sum())
+    factors_T = torch.tensor([factor(k) if counts[k] else 1.0 for k in range(steps)], dtype=torch.float64)
+    return factors_T / ((factors_T * counts).sum() / counts.sum())
 
 
 def _clip(log_ratio: Tensor, advantage: Tensor, low: float, high: float) -> Tensor:
@@ -186,62 +215,36 @@ def _clipped(log_ratio: Tensor, advantage: Tensor, low: float, high: float) -> T
 class Kl(Config):
     """β times the mean over events of s·KL(new ‖ reference), on means over the true S² so that β keeps its meaning.
 
-    It is not in the span of ∇ℓ: executions carry it as a direct term with a cotangent of its own. ``scale`` as in `Grpo`;
-    public code averages over dimensions.
+    It is not in the span of ∇ℓ: executions carry it as a direct term with a cotangent of its own. ``as_reward`` subtracts
+    β·(a trajectory's mean) from its reward instead, which needs no cotangent. ``scale`` as in `Grpo`; public code averages
+    over dimensions. With a ``target`` β follows the measured KL (Ziegler et al., arXiv 1909.08593, section 2.2): after each
+    rollout β grows by the factor 1 + rate·(KL/target − 1), the bracket held within ±0.2.
     """
 
     beta: float = Field(default=0.0, ge=0)
     scale: Literal["per_dim", "exact"] = "per_dim"
+    as_reward: bool = False
+    target: float | None = Field(default=None, gt=0)
+    rate: float = Field(default=0.1, gt=0, le=1)
+
+    def problem(self) -> str | None:
+        if self.target is not None and self.beta == 0:
+            return "kl.target: β is multiplied until the KL is on target, but kl.beta: 0 stays 0; start with kl.beta above 0"
+        return None
+
+    def of(self, event: Transition, sampled: Transition) -> Tensor:
+        """(B,) s·KL(new ‖ reference) of an event, with its graph; the reference was asked when it was `sampled`."""
+        assert sampled.reference_mean is not None, "measured at sampling"
+        kl = event.kl(sampled.reference_mean)
+        return kl / event.dims if self.scale == "per_dim" else kl
 
     def cotangent(self, event: Transition) -> Tensor:
-        """(B,) factor of the event's KL in the loss, before the division by the number of events."""
-        return event.rows.to(event.log_prob) * (self.beta / event.dims if self.scale == "per_dim" else self.beta)
+        """(B,) factor of the event's `of` in the loss, before the division by the number of events."""
+        return event.rows.to(event.log_prob) * self.beta
 
-
-class Coefficients:
-    """ω of a micro-batch's event, and the statistics an update reports about its ratios."""
-
-    def __init__(self, objective: Surrogate, rollout: Rollout) -> None:
-        self._objective = objective
-        self._rollout = rollout
-        self._log_ratios: list[Tensor] = []
-        self._removed: list[Tensor] = []
-        self.loss = 0.0
-
-    def scored(self, old: Transition, new: Transition) -> Tensor:
-        """(B,) what ω is the coefficient of, with the graph of `new`."""
-        return self._objective.log_prob(new, old)
-
-    def omega(self, batch: MicroBatch, old: Transition, new: Transition) -> Tensor:
-        """(B,) ω = ∂L/∂ℓ at `new`, where L is the mean over all events of the rollout (weights included).
-
-        `new` is `old` itself while the policy is unchanged.
-        """
-        objective = self._objective
-        with torch.no_grad():
-            log_prob, divergence = objective.log_prob(new, old), new.kl(old) / old.dims
-        advantage = self._rollout.advantage(batch).to(log_prob)
-        weight = objective.loss_weight(float(batch.weight[old.index]), old)
-        leaf = log_prob.detach().requires_grad_()
-        with torch.enable_grad():
-            log_ratio = objective.log_ratio_scale(old) * (leaf - old.log_prob)
-            terms = objective.terms(log_ratio, advantage, divergence)
-            loss = (old.rows * terms).sum() * (weight / self._rollout.event_count)
-        (omega,) = torch.autograd.grad(loss, leaf)
-        self.loss += float(loss.detach())
-        self._log_ratios.append(log_ratio.detach()[old.rows])
-        self._removed.append(objective.removed(log_ratio.detach(), advantage, divergence)[old.rows])
-        return omega
-
-    def statistics(self) -> dict[str, float]:
-        """Ratio and clipping over all events seen so far."""
-        log_ratio = torch.cat(self._log_ratios).double()
-        ratio = log_ratio.exp()
-        return {
-            "loss": self.loss,
-            "ratio_mean": float(ratio.mean()),
-            "ratio_min": float(ratio.min()),
-            "ratio_max": float(ratio.max()),
-            "clip_fraction": float(torch.cat(self._removed).double().mean()),
-            "approx_kl": float((ratio - 1 - log_ratio).mean()),
-        }
+    def controlled(self, measured: float) -> Kl:
+        """With the β that follows from a rollout's mean `of`."""
+        if self.target is None:
+            return self
+        error = min(max(measured / self.target - 1, -0.2), 0.2)
+        return self.model_copy(update={"beta": self.beta * (1 + self.rate * error)})

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+
 import torch
 from pydantic import Field
 from torch import Tensor, nn
@@ -18,6 +21,15 @@ class OptimizerConfig(Config):
     eps: float = Field(default=1e-8, gt=0)
     warmup: int = Field(default=0, ge=0, description="updates over which the learning rate rises linearly from 0")
     max_grad_norm: float | None = Field(default=1.0, gt=0)
+    abnormal: float | None = Field(
+        default=20.0,
+        gt=1,
+        description="skip an update whose gradient norm is this many times the median of the last 20",
+    )
+
+
+_NORMS = "recent gradient norms"
+RECENT = 20  # gradient norms that say what is normal; half of them must be there before an update can be abnormal
 
 
 class Optimizer:
@@ -26,6 +38,7 @@ class Optimizer:
     def __init__(self, config: OptimizerConfig, parameters: dict[str, nn.Parameter]) -> None:
         self._config = config
         self._parameters = parameters
+        self._norms: list[float] = []
         self._adam = torch.optim.AdamW(
             parameters.values(),
             lr=config.learning_rate,
@@ -40,17 +53,21 @@ class Optimizer:
         return self._config.learning_rate * warmed
 
     def step(self, update: int) -> dict[str, float]:
-        """Clip, step, and clear the gradients. Raises ValueError if the gradient is not finite; nothing is changed then."""
+        """Clip, step, and clear the gradients; an abnormal gradient is cleared without a step.
+
+        Raises ValueError if the gradient is not finite; nothing is changed then.
+        """
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
         norm = float(torch.nn.utils.get_total_norm(gradients))
-        if not torch.tensor(norm).isfinite():
+        if not math.isfinite(norm):
             raise ValueError(
                 f"update {update + 1}: the gradient's norm is {norm}; nothing was changed, the last checkpoint stands"
             )
-        if self._config.max_grad_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(
-                self._parameters.values(), self._config.max_grad_norm, torch.tensor(norm)
-            )
+        if self._abnormal(norm):
+            return {**self.skip(), "grad_norm": norm}
+        limit = self._config.max_grad_norm
+        if limit is not None:
+            torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), limit, torch.tensor(norm))
         before = [p.detach().clone() for p in self._parameters.values()]
         rate = self._adam.param_groups[0]["lr"] = self.learning_rate(update)
         self._adam.step()
@@ -58,23 +75,38 @@ class Optimizer:
         moved = torch.nn.utils.get_total_norm(
             [p.detach() - old for p, old in zip(self._parameters.values(), before, strict=True)]
         )
-        return {"grad_norm": norm, "step_norm": float(moved), "learning_rate": rate}
+        clipped = norm if limit is None else min(norm, limit)
+        return {
+            "skipped": 0,
+            "grad_norm": norm,
+            "grad_norm_clipped": clipped,
+            "step_norm": float(moved),
+            "learning_rate": rate,
+        }
 
     def skip(self) -> dict[str, float]:
         """Clear the gradients and leave weights and moments as they are."""
         self._adam.zero_grad(set_to_none=True)
-        return {"grad_norm": 0.0, "step_norm": 0.0, "learning_rate": 0.0}
+        return {"skipped": 1, "grad_norm": 0.0, "grad_norm_clipped": 0.0, "step_norm": 0.0, "learning_rate": 0.0}
+
+    def _abnormal(self, norm: float) -> bool:
+        """Whether `norm` is far above the recent ones. It counts among them either way, so that a new level is accepted."""
+        recent, self._norms = self._norms, [*self._norms, norm][-RECENT:]
+        limit = self._config.abnormal
+        return limit is not None and len(recent) >= RECENT // 2 and norm > limit * statistics.median(recent)
 
     def state(self) -> dict[str, Tensor]:
-        """Adam's moments and step counts, by parameter name."""
-        return {
+        """Adam's moments and step counts, by parameter name, and the recent gradient norms."""
+        moments = {
             f"{name}.{key}": value
             for name, parameter in self._parameters.items()
             for key, value in self._adam.state[parameter].items()
         }
+        return {_NORMS: torch.tensor(self._norms, dtype=torch.float64), **moments}
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Restore what `state` gave."""
+        self._norms = state[_NORMS].tolist()
         for name, parameter in self._parameters.items():
             restored = {
                 key.removeprefix(f"{name}."): value for key, value in state.items() if key.startswith(f"{name}.")

@@ -35,6 +35,9 @@ class Recipe(Config):
     ema: EmaConfig | None = None
     updates: int = Field(default=100, ge=1, description="optimizer steps of the run")
     updates_per_rollout: int = Field(default=1, ge=1, description="the first by `execution`, further ones by recompute")
+    recheck: int = Field(
+        default=25, ge=1, description="rollouts between two re-scorings of an event under retain and reweight"
+    )
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     seed: int = Field(default=0, ge=0)
@@ -46,8 +49,8 @@ class Recipe(Config):
         return BASES.get(self.policy.pipeline, Path(self.policy.pipeline))
 
     @property
-    def direct(self) -> Kl | None:
-        """The KL term, if there is one."""
+    def penalty(self) -> Kl | None:
+        """The KL to the reference, if there is one."""
         return self.kl if self.kl.beta > 0 else None
 
     @property
@@ -57,7 +60,12 @@ class Recipe(Config):
     def problems(self) -> list[str]:
         """All reasons why the run could not work, in the recipe's words; empty if there are none."""
         found = [*self.task.problems(), *self.policy.problems(), *self.rollout.problems()]
-        checked = [self.selection.problem(self.policy.steps), self.advantages.problem(self.rollout.group_size)]
+        checked = [
+            self.selection.problem(self.policy.steps),
+            self.objective.problem(self.policy.kernel),
+            self.advantages.problem(self.rollout.group_size),
+            self.kl.problem(),
+        ]
         found += [problem for problem in checked if problem]
         if not (self.pipeline_folder / "model_index.json").is_file():
             found.append(

@@ -6,7 +6,7 @@ T denoising steps, K selected events, D latent dimensions. A suffix such as ``x_
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -76,15 +76,16 @@ class Transition:
     mean: Tensor  # (B, ...) float32 or wider; carries a graph as log_prob does
     log_prob: Tensor  # (B,)
     std: float
+    reference_mean: Tensor | None = None  # (B, ...) of the frozen reference, where a KL to it is asked for
 
     @property
     def dims(self) -> int:
         """D, the number of latent dimensions of one trajectory."""
         return self.action[0].numel()
 
-    def kl(self, old: Transition) -> Tensor:
-        """(B,) KL divergence ‖μ − μ_old‖²/(2S²) in nats between the same event under two policies, over the true S²."""
-        shift = (self.mean - old.mean.detach()) / self.std
+    def kl(self, other_mean: Tensor) -> Tensor:
+        """(B,) KL divergence ‖μ − μ'‖²/(2S²) in nats to the same event of a policy with mean μ' (no graph), over the true S²."""
+        shift = (self.mean - other_mean.detach()) / self.std
         return torch.where(self.rows, 0.5 * shift.square().flatten(1).sum(1), 0)
 
     def detached(self) -> Transition:
@@ -98,14 +99,48 @@ class Rollout:
     batches: list[MicroBatch]
     transitions: list[list[Transition]]  # per micro-batch, events ascending, without graphs
     outputs: list[Tensor]  # per micro-batch, what the reward sees (B, ...)
+    kept: list[Any]  # per micro-batch, what the execution holds until the advantages arrive; it alone knows what
     version: int  # of the policy that sampled it
-    rewards: Tensor | None = None  # (P, G)
+    parts: list[dict[str, Tensor]] = field(
+        default_factory=list[dict[str, Tensor]]
+    )  # per scored micro-batch, reward name → (B,)
+    rewards: Tensor | None = None  # (P, G) weighted sum of the parts
     advantages: Tensor | None = None  # (P, G)
 
     @property
     def event_count(self) -> int:
         """Events of all trajectories, the normaliser of every objective."""
         return sum(int(batch.stochastic.sum()) for batch in self.batches)
+
+    def take_kept(self) -> list[Any]:
+        """What the execution kept, once: the rollout forgets it, so that each gradient is paid out a single time."""
+        kept, self.kept = self.kept, []
+        assert len(kept) == len(self.batches), "accumulated twice, or not sampled under this execution"
+        return kept
+
+    def drop(self, groups: set[int]) -> None:
+        """Forget the trajectories of `groups`, and free what is kept of them."""
+        stay = [i for i, batch in enumerate(self.batches) if batch.group not in groups]
+        for column in self._columns():
+            column[:] = [column[i] for i in stay]
+
+    def add(self, other: Rollout) -> None:
+        """Take in the trajectories of `other`, sampled by the same version of the policy."""
+        assert other.version == self.version, "one rollout, one version of the policy"
+        for mine, theirs in zip(self._columns(), other._columns(), strict=True):
+            mine += theirs
+
+    def _columns(self) -> list[list[Any]]:
+        return [self.batches, self.transitions, self.outputs, self.kept, self.parts]
+
+    def table(self, values: list[Tensor]) -> Tensor:
+        """(P, G) float64 from one (B,) tensor per micro-batch, by group and sample index."""
+        groups = 1 + max(batch.group for batch in self.batches)
+        size = 1 + max(sample for batch in self.batches for sample in batch.samples)
+        table = torch.full((groups, size), torch.nan, dtype=torch.float64)
+        for batch, value in zip(self.batches, values, strict=True):
+            table[batch.group, list(batch.samples)] = value.double().cpu()
+        return table
 
     def advantage(self, batch: MicroBatch) -> Tensor:
         """(B,) advantages of one micro-batch."""

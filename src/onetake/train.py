@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,13 +16,13 @@ from onetake import evaluation
 from onetake.advantages import dead_groups
 from onetake.allocator import keep_freed_memory
 from onetake.checkpoint import Checkpoint, Checkpoints, State
+from onetake.coefficients import Coefficients
 from onetake.ema import Ema
 from onetake.evaluation import Evaluation, evaluate
 from onetake.execution import EXECUTIONS, Execution, Recompute
-from onetake.execution.preflight import Preflight, preflight
-from onetake.execution.sampling import deal, sample, score
+from onetake.execution.preflight import Preflight, drifted, preflight, recheck
+from onetake.execution.sampling import deal, mean_kl, redeal, sample, score
 from onetake.metrics import Log, Stopwatch, peak_rss_mib
-from onetake.objectives import Coefficients
 from onetake.optimizer import Optimizer
 from onetake.policies import trainable
 from onetake.policies.diffusion import DiffusionPolicy
@@ -84,10 +85,10 @@ class Run:
         keep_freed_memory()
         self.task: Task = recipe.task.load()
         self.policy = DiffusionPolicy.from_config(
-            recipe.policy, recipe.pipeline_folder, recipe.seed, with_reference=recipe.direct is not None
+            recipe.policy, recipe.pipeline_folder, recipe.seed, with_reference=recipe.penalty is not None
         )
         self.policy.pipe.to(device_of(recipe))
-        self.execution: Execution = EXECUTIONS[recipe.execution](recipe.direct)
+        self.execution: Execution = EXECUTIONS[recipe.execution](recipe.penalty)
         self.optimizer = Optimizer(recipe.optimizer, trainable(self.policy))
         self.ema = Ema(recipe.ema, trainable(self.policy)) if recipe.ema is not None else None
         self.log = Log(self.folder / "metrics.jsonl")
@@ -121,6 +122,8 @@ class Run:
         self.update = self.saved = self.policy.version = state.update
         self.policy.calls, self.policy.forwards = state.calls, state.forwards
         self.saved_forwards = state.saved_forwards
+        if self.execution.kl is not None:
+            self.execution.kl = self.execution.kl.model_copy(update={"beta": state.kl_beta})
         self._began -= state.wall_s
         self.log.rewind(state.update)
 
@@ -131,34 +134,62 @@ class Run:
 
     def one_rollout(self) -> None:
         """Sample and score once; update once by the recipe's execution, and again by recompute if it asks for more."""
-        clock = Stopwatch()
-        with clock.phase("sampling"):
-            decoding, trained = self.policy.decode_seconds, self.policy.trained_forwards
-            rollout = sample(
-                self.policy, self.execution, self.micro_batches(self.update // self.recipe.updates_per_rollout)
-            )
-            decoding = self.policy.decode_seconds - decoding
-            self.saved_forwards += self.policy.trained_forwards - trained  # trained while sampling: no second forward
-        clock.seconds["sampling"] -= decoding
-        clock.seconds["decoding"] += decoding
-        with clock.phase("reward"):
-            score(rollout, self.task.reward, self.recipe.advantages)
+        clock, resampled = Stopwatch(), 0
+        number = self.update // self.recipe.updates_per_rollout
+        rollout = self.sample(self.micro_batches(number), clock)
+        self.score(rollout, clock)
+        for attempt in range(1, self.recipe.rollout.resample + 1):
+            dead = self.dead(rollout)
+            if not dead:
+                break
+            again = redeal(rollout.batches, dead, self.task.train, attempt)
+            rollout.drop(dead)
+            rollout.add(self.sample(again, clock))
+            self.score(rollout, clock)
+            resampled += len(dead)
+        if number % self.recipe.recheck == 0 and number and self.execution.grad:
+            recheck(self.policy, rollout, number // self.recipe.recheck)
+        columns = {**self._reward_columns(rollout), "resampled_groups": resampled}
         for repetition in range(self.recipe.updates_per_rollout):
-            self.one_update(rollout, self.execution if repetition == 0 else Recompute(self.recipe.direct), clock)
+            first = repetition == 0
+            self.one_update(rollout, self.execution if first else Recompute(self.execution.kl), clock, columns)
             clock = Stopwatch()
+        if self.execution.kl is not None:
+            self.execution.kl = self.execution.kl.controlled(columns["kl"])
         due = self.update == self.recipe.updates
         held_out = self.evaluate() if due or self._passed(self.recipe.evaluation.every) else None
         if due or held_out is not None or self._passed(self.recipe.checkpoint.every):
             self.checkpoint(held_out)
 
-    def one_update(self, rollout: Rollout, execution: Execution, clock: Stopwatch) -> None:
+    def sample(self, batches: list[MicroBatch], clock: Stopwatch) -> Rollout:
+        with clock.phase("sampling"):
+            decoding, trained = self.policy.decode_seconds, self.policy.trained_forwards
+            rollout = sample(self.policy, self.execution, batches)
+            decoding = self.policy.decode_seconds - decoding
+            self.saved_forwards += self.policy.trained_forwards - trained  # trained while sampling: no second forward
+        clock.seconds["sampling"] -= decoding
+        clock.seconds["decoding"] += decoding
+        return rollout
+
+    def score(self, rollout: Rollout, clock: Stopwatch) -> None:
+        with clock.phase("reward"):
+            score(rollout, self.task.rewards, self.recipe.advantages, self.execution.kl)
+
+    def dead(self, rollout: Rollout) -> set[int]:
+        """Groups whose advantages are all zero."""
+        assert rollout.advantages is not None
+        return set(dead_groups(rollout.advantages).nonzero().flatten().tolist())
+
+    def one_update(self, rollout: Rollout, execution: Execution, clock: Stopwatch, sampled: dict[str, Any]) -> None:
         assert rollout.advantages is not None
         coefficients = Coefficients(self.recipe.objective, rollout)
         with clock.phase("backward"):
             execution.accumulate(self.policy, rollout, coefficients)
+        if self.policy.version == rollout.version:
+            drifted(coefficients.shift, rollout.transitions[0][0].dims)
         with clock.phase("optimizer"):
-            skipped = not rollout.advantages.any()  # momentum would move the weights even on a zero gradient
-            stepped = self.optimizer.skip() if skipped else self.optimizer.step(self.update)
+            live = bool(rollout.advantages.any())  # momentum would move the weights even on a zero gradient
+            stepped = self.optimizer.step(self.update) if live else self.optimizer.skip()
         self.update += 1
         self.policy.version += 1
         if self.ema is not None:
@@ -170,17 +201,21 @@ class Run:
             "forwards": self.policy.forwards,
             "saved_forwards": self.saved_forwards,
             "execution": next(name for name, kind in EXECUTIONS.items() if isinstance(execution, kind)),
-            **self._reward_columns(rollout),
+            **sampled,
             **clock.columns(),
-            "skipped": int(skipped),
             **coefficients.statistics(),
             **stepped,
             "peak_rss_mib": peak_rss_mib(),
         }
         self.log.write(**columns)
         self.watch.update(columns)
-        if skipped:
+        if not live:
             self.watch.say(f"update {self.update}: all groups are dead (equal rewards), so nothing was trained")
+        elif stepped["skipped"]:
+            self.watch.say(
+                f"update {self.update}: skipped, its gradient norm {stepped['grad_norm']:.3g} is more than "
+                f"{self.recipe.optimizer.abnormal:g} times the median of the last ones (optimizer.abnormal)"
+            )
 
     def evaluate(self) -> Evaluation:
         with self.ema.applied() if self.ema is not None else nullcontext():
@@ -200,6 +235,7 @@ class Run:
             calls=self.policy.calls,
             forwards=self.policy.forwards,
             saved_forwards=self.saved_forwards,
+            kl_beta=self.execution.kl.beta if self.execution.kl is not None else 0.0,
             held_out=summary.get("success_rate", summary.get("score_mean")),
         )
         self.checkpoints.save(state, self.save_weights, self.optimizer.state(), self.recipe_text)
@@ -226,14 +262,17 @@ class Run:
         """Whether the updates on the latest rollout reached or crossed a multiple of `every`."""
         return self.update // every > (self.update - self.recipe.updates_per_rollout) // every
 
-    def _reward_columns(self, rollout: Rollout) -> dict[str, float | int]:
+    def _reward_columns(self, rollout: Rollout) -> dict[str, Any]:
         rewards = rollout.rewards
         assert rewards is not None
-        columns: dict[str, float | int] = {
+        columns: dict[str, Any] = {
             "score_mean": float(rewards.mean()),
             "score_spread": float(rewards.std(1, correction=0).mean()),
-            "dead_groups": int(dead_groups(rewards).sum()),
+            "rewards": {n: float(torch.cat([part[n] for part in rollout.parts]).mean()) for n in rollout.parts[0]},
+            "dead_groups": len(self.dead(rollout)),
         }
+        if self.execution.kl is not None:
+            columns |= {"kl": mean_kl(rollout, self.execution.kl), "kl_beta": self.execution.kl.beta}
         if self.task.success_at is not None:
             columns["success_rate"] = float((rewards >= self.task.success_at).double().mean())
         return columns

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from onetake.allocator import keep_freed_memory
+from onetake.coefficients import Coefficients
 from onetake.execution import EXECUTIONS
 from onetake.execution.preflight import preflight
 from onetake.execution.sampling import deal, sample, score
 from onetake.metrics import PeakMemory
-from onetake.objectives import Coefficients
 from onetake.policies import Policy, trainable
 from onetake.recipe import Recipe
 from onetake.records import Address
@@ -39,15 +39,15 @@ def verify(recipe: Recipe, policy: Policy, task: Task) -> list[Row]:
     keep_freed_memory()
     address = Address(seed=recipe.seed, stream="train", update=0)
     batches = deal(recipe.rollout, task.train, policy, recipe.selection, recipe.objective, address)
-    preflight(policy, EXECUTIONS["recompute"](recipe.direct), recipe.objective, batches)
+    preflight(policy, EXECUTIONS["recompute"](recipe.penalty), recipe.objective, batches)
     rows, native = [], None
     for name, kind in EXECUTIONS.items():
-        execution = kind(recipe.direct)
+        execution = kind(recipe.penalty)
         calls, forwards = policy.calls, policy.forwards
         with PeakMemory() as peak:
             start = time.perf_counter()
             rollout = sample(policy, execution, batches)
-            score(rollout, task.reward, recipe.advantages)
+            score(rollout, task.rewards, recipe.advantages, recipe.penalty)
             execution.accumulate(policy, rollout, Coefficients(recipe.objective, rollout))
             seconds = time.perf_counter() - start
         gradient = _taken(policy)

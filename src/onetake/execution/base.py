@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from onetake.objectives import Coefficients, Kl
+from onetake.coefficients import Coefficients
+from onetake.objectives import Kl
 from onetake.policies import Observer, Policy
 from onetake.records import MicroBatch, Rollout, Transition
 
 
 class Execution(Protocol):
-    """One update's life: `observing` around the sampling of each micro-batch, then one `accumulate`."""
+    """One update's life: `observing` around the sampling of each micro-batch, then one `accumulate`. Holds no state."""
 
     kl: Kl | None
-    """A direct term beside the objective, or None."""
+    """Divergence from the reference, measured at sampling; a direct term beside the objective unless it is a reward."""
     grad: bool
     """Whether selected events run with gradients during sampling."""
 
-    def observing(self, policy: Policy, batch: MicroBatch) -> AbstractContextManager[Observer]:
-        """Inside, the policy samples `batch` and hands each event to the yielded observer: drop, keep, or bank it."""
+    def observing(self, policy: Policy, batch: MicroBatch) -> AbstractContextManager[tuple[Observer, Any]]:
+        """Inside, the policy samples `batch` and hands each event to the yielded observer: drop, keep, or bank it.
+
+        The second thing yielded is what is kept; it travels in the rollout.
+        """
         ...
 
     def accumulate(self, policy: Policy, rollout: Rollout, coefficients: Coefficients) -> None:
@@ -32,17 +36,17 @@ class Execution(Protocol):
         ...
 
 
-def refuse_stale(name: str, policy: Policy, rollout: Rollout) -> None:
-    """Graphs and banks belong to the weights that sampled them."""
+def fresh(name: str, policy: Policy, rollout: Rollout) -> list[Any]:
+    """What was kept, per micro-batch. Raises ValueError if it belongs to other weights than the present ones."""
     if policy.version != rollout.version:
         raise ValueError(
             f"execution: {name} holds what version {rollout.version} of the policy sampled, but the weights are now at "
             f"version {policy.version}; further updates on the same rollout need execution: recompute"
         )
+    return rollout.take_kept()
 
 
 def backpropagate(
-    policy: Policy,
     rollout: Rollout,
     batch: MicroBatch,
     old: Transition,
@@ -53,7 +57,7 @@ def backpropagate(
     """p.grad += ω ∇ℓ, and the KL's gradient, of one event whose graph `new` holds."""
     outputs = [coefficients.scored(old, new)]
     cotangents = [coefficients.omega(batch, old, new.detached())]
-    if kl is not None:
-        outputs.append(new.kl(policy.reference(batch, old)))
+    if kl is not None and not kl.as_reward:
+        outputs.append(kl.of(new, old))
         cotangents.append(kl.cotangent(old) / rollout.event_count)
     torch.autograd.backward(outputs, cotangents)

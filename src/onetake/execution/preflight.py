@@ -11,16 +11,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from onetake.coefficients import Coefficients
 from onetake.execution.base import Execution
 from onetake.execution.recompute import Recompute
 from onetake.execution.sampling import sample
-from onetake.objectives import Coefficients, Objective
+from onetake.objectives import Objective
 from onetake.policies import Policy, trainable
 from onetake.records import MicroBatch, Rollout, Transition
 
 GRADIENT_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Relative L2 that rounding may put between executions, by the coarsest dtype the model computes in. A gradient given to the
 wrong row is off by about 1; LeanGRPO reports 2 % for reweight in bfloat16, and 3 % between two native runs."""
+
+
+DRIFT = 1e-6
+"""Largest |ℓ − ℓ_old| per dimension on unchanged weights; published clip ranges begin at 2e-6, storing a latent in bfloat16 after
+it was scored moves ℓ by 6e-6 and more."""
 
 
 class PreflightError(ValueError):
@@ -64,6 +70,29 @@ def preflight(policy: Policy, execution: Execution, objective: Objective, batche
     events = sorted({k for batch in chosen for k in batch.events})
     dims = rollout.transitions[0][0].dims
     return Preflight(way=policy.way, events=events, dims=dims, gradient_error=error)
+
+
+def recheck(policy: Policy, rollout: Rollout, number: int) -> float:
+    """Re-score one micro-batch's event again in the middle of a run; largest |ℓ − ℓ_old|, nats. `number` turns through them.
+
+    Raises PreflightError, as `drifted` does.
+    """
+    batch = rollout.batches[number % len(rollout.batches)]
+    transitions = rollout.transitions[number % len(rollout.batches)]
+    old = transitions[number // len(rollout.batches) % len(transitions)]
+    shift = (policy.score(batch, old).log_prob.detach() - old.log_prob).abs().max()
+    return drifted(float(shift), old.dims)
+
+
+def drifted(shift: float, dims: int) -> float:
+    """`shift` back. Raises PreflightError if a log_prob moved by more than `DRIFT` per dimension on unchanged weights."""
+    if shift > DRIFT * dims:
+        raise PreflightError(
+            f"log_prob moved by {shift:.3g} nats ({shift / dims:.1e} per dimension) between sampling and re-scoring on unchanged "
+            f"weights; more than {DRIFT:g} per dimension is the size of published clip ranges. Dropout that came on, a latent "
+            "stored in another dtype, or a kernel that is not deterministic does this; the last checkpoint stands"
+        )
+    return shift
 
 
 def _covering(batches: list[MicroBatch]) -> list[MicroBatch]:

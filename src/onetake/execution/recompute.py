@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from onetake.coefficients import Coefficients
 from onetake.execution.base import backpropagate
-from onetake.objectives import Coefficients, Kl
+from onetake.objectives import Kl
 from onetake.policies import Observer, Policy
 from onetake.records import MicroBatch, Rollout
 
@@ -20,11 +21,10 @@ class Recompute:
         self.kl = kl
 
     @contextmanager
-    def observing(self, policy: Policy, batch: MicroBatch) -> Iterator[Observer]:
-        yield lambda transition: None
+    def observing(self, policy: Policy, batch: MicroBatch) -> Iterator[tuple[Observer, None]]:
+        yield lambda transition: None, None
 
     def accumulate(self, policy: Policy, rollout: Rollout, coefficients: Coefficients) -> None:
         for batch, transitions in zip(rollout.batches, rollout.transitions, strict=True):
             for old in transitions:
-                new = policy.score(batch, old)
-                backpropagate(policy, rollout, batch, old, new, coefficients, self.kl)
+                backpropagate(rollout, batch, old, policy.score(batch, old), coefficients, self.kl)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from onetake.execution.base import backpropagate, refuse_stale
-from onetake.objectives import Coefficients, Kl
+from onetake.coefficients import Coefficients
+from onetake.execution.base import backpropagate, fresh
+from onetake.objectives import Kl
 from onetake.policies import Observer, Policy
 from onetake.records import MicroBatch, Rollout, Transition
 
@@ -18,19 +19,16 @@ class Retain:
 
     def __init__(self, kl: Kl | None = None) -> None:
         self.kl = kl
-        self._graphs: list[list[Transition]] = []
 
     @contextmanager
-    def observing(self, policy: Policy, batch: MicroBatch) -> Iterator[Observer]:
+    def observing(self, policy: Policy, batch: MicroBatch) -> Iterator[tuple[Observer, list[Transition]]]:
         kept: list[Transition] = []
-        self._graphs.append(kept)
-        yield kept.append
+        yield kept.append, kept
 
     def accumulate(self, policy: Policy, rollout: Rollout, coefficients: Coefficients) -> None:
-        refuse_stale("retain", policy, rollout)
-        kept, self._graphs = self._graphs, []
+        kept = fresh("retain", policy, rollout)
         for batch, transitions, graphs in zip(rollout.batches, rollout.transitions, kept, strict=True):
             graphs.reverse()
             for old in transitions:
                 new = graphs.pop()  # its graph is freed when the next one takes its place
-                backpropagate(policy, rollout, batch, old, new, coefficients, self.kl)
+                backpropagate(rollout, batch, old, new, coefficients, self.kl)

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from onetake.coefficients import Coefficients
 from onetake.execution.bank import Bank
-from onetake.execution.base import refuse_stale
-from onetake.objectives import Coefficients, Kl
+from onetake.execution.base import fresh
+from onetake.objectives import Kl
 from onetake.policies import Observer, Policy, trainable
 from onetake.records import MicroBatch, Rollout, Transition
 
@@ -27,27 +28,24 @@ class Reweight:
 
     def __init__(self, kl: Kl | None = None) -> None:
         self.kl = kl
-        self._banks: list[Bank] = []
 
     @contextmanager
-    def observing(self, policy: Policy, batch: MicroBatch) -> Iterator[Observer]:
+    def observing(self, policy: Policy, batch: MicroBatch) -> Iterator[tuple[Observer, Bank]]:
         bank = Bank(policy.module, trainable(policy), len(batch.samples))
-        self._banks.append(bank)
+        direct = self.kl if self.kl is not None and not self.kl.as_reward else None
 
         def backpropagate(transition: Transition) -> None:
             weight = float(batch.weight[transition.index])
             cotangent = weight * transition.rows.to(transition.log_prob)
-            bank.add(transition.log_prob, cotangent, retain_graph=self.kl is not None)
-            if self.kl is not None:
-                reference = policy.reference(batch, transition.detached())
-                bank.add_direct(transition.kl(reference), self.kl.cotangent(transition))
+            bank.add(transition.log_prob, cotangent, retain_graph=direct is not None)
+            if direct is not None:
+                bank.add_direct(direct.of(transition, transition), direct.cotangent(transition))
 
         with bank.listening():
-            yield backpropagate
+            yield backpropagate, bank
 
     def accumulate(self, policy: Policy, rollout: Rollout, coefficients: Coefficients) -> None:
-        refuse_stale("reweight", policy, rollout)
-        banks, self._banks = self._banks, []
+        banks = fresh("reweight", policy, rollout)
         for batch, transitions, bank in zip(rollout.batches, rollout.transitions, banks, strict=True):
             bank.pay_out(_factor(batch, transitions, coefficients), direct=1 / rollout.event_count)
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from onetake.advantages import Advantages
 from onetake.execution.base import Execution
-from onetake.noise import prompt_indices
-from onetake.objectives import Objective
+from onetake.noise import choice, prompt_indices
+from onetake.objectives import Kl, Objective
 from onetake.policies import Policy
 from onetake.records import Address, Config, MicroBatch, Rollout, Transition
-from onetake.rewards import Reward, scores
+from onetake.rewards import Rewards
 from onetake.selection import Selection
 
 
@@ -22,6 +25,9 @@ class RolloutConfig(Config):
     group_size: int = Field(default=24, ge=1, description="G, trajectories per prompt")
     micro_batch: int = Field(default=24, ge=1, description="B, trajectories sampled by one call; divides group_size")
     shared_start: bool = Field(default=False, description="all samples of a group start from the same noise")
+    resample: int = Field(
+        default=0, ge=0, description="times that groups with equal rewards are drawn again with other prompts"
+    )
 
     def problems(self) -> list[str]:
         found = []
@@ -68,26 +74,67 @@ def deal(
     return batches
 
 
+def redeal(batches: list[MicroBatch], groups: set[int], prompts: list[str], attempt: int) -> list[MicroBatch]:
+    """The micro-batches of `groups` again, with other prompts and other noise and the same selected events."""
+    address = batches[0].address
+    order = torch.randperm(len(prompts), generator=choice(address, "prompts again", attempt)).tolist()
+    prompt_of = {group: order[i % len(order)] for i, group in enumerate(sorted(groups))}
+    again = replace(address, stream=f"{address.stream}, attempt {attempt}")
+    return [
+        replace(batch, address=again, prompt_index=prompt_of[batch.group], prompt=prompts[prompt_of[batch.group]])
+        for batch in batches
+        if batch.group in groups
+    ]
+
+
 def sample(policy: Policy, execution: Execution, batches: list[MicroBatch]) -> Rollout:
     """Run every micro-batch; the execution sees each event with its graph, the rollout keeps it without."""
-    transitions, outputs = [], []
+    rollout = Rollout(batches=[], transitions=[], outputs=[], kept=[], version=policy.version)
     for batch in batches:
         events: list[Transition] = []
-        with execution.observing(policy, batch) as observe:
+        with execution.observing(policy, batch) as (observe, kept):
 
             def record(transition: Transition) -> None:
+                if execution.kl is not None:
+                    reference = policy.reference(batch, transition.detached())  # noqa: B023
+                    transition = replace(transition, reference_mean=reference.mean)
                 observe(transition)
                 events.append(transition.detached())  # noqa: B023
 
-            outputs.append(policy.rollout(batch, record, grad=execution.grad))
-        transitions.append(events)
-    return Rollout(batches=batches, transitions=transitions, outputs=outputs, version=policy.version)
+            rollout.outputs.append(policy.rollout(batch, record, grad=execution.grad))
+        rollout.batches.append(batch)
+        rollout.transitions.append(events)
+        rollout.kept.append(kept)
+    return rollout
 
 
-def score(rollout: Rollout, reward: Reward, advantages: Advantages) -> None:
-    """Set the rollout's rewards (P, G), by group index, and their advantages."""
-    shape = [1 + max(batch.group for batch in rollout.batches), 1 + max(s for b in rollout.batches for s in b.samples)]
-    rewards = torch.empty(shape, dtype=torch.float64)
-    for batch, images in zip(rollout.batches, rollout.outputs, strict=True):
-        rewards[batch.group, list(batch.samples)] = scores(reward, images, [batch.prompt] * len(images))
-    rollout.rewards, rollout.advantages = rewards, advantages(rewards)
+def score(rollout: Rollout, rewards: Rewards, advantages: Advantages, kl: Kl | None = None) -> None:
+    """Score the micro-batches that have no score yet; set the rollout's rewards and advantages (P, G), by group index.
+
+    With ``kl.as_reward`` the divergence from the reference is one more reward, of weight −β, for the advantages only.
+    """
+    for batch, outputs in list(zip(rollout.batches, rollout.outputs, strict=True))[len(rollout.parts) :]:
+        rollout.parts.append(rewards(outputs, [batch.prompt] * len(outputs)))
+    parts = {name: rollout.table([part[name] for part in rollout.parts]) for name in rewards.weights}
+    rollout.rewards = rewards.total(parts)
+    signals, weights = list(parts.values()), list(rewards.weights.values())
+    if kl is not None and kl.as_reward:
+        signals.append(trajectory_kl(rollout, kl))
+        weights.append(-kl.beta)
+    rollout.advantages = advantages(torch.stack(signals), torch.tensor(weights, dtype=torch.float64))
+
+
+def trajectory_kl(rollout: Rollout, kl: Kl) -> Tensor:
+    """(P, G) mean over each trajectory's events of its scaled KL to the reference."""
+    return rollout.table(
+        [
+            torch.stack([kl.of(event, event) for event in events]).sum(0).cpu() / batch.stochastic.sum(1)
+            for batch, events in zip(rollout.batches, rollout.transitions, strict=True)
+        ]
+    )
+
+
+def mean_kl(rollout: Rollout, kl: Kl) -> float:
+    """Mean over all events of the scaled KL to the reference."""
+    values = [kl.of(event, event)[event.rows] for events in rollout.transitions for event in events]
+    return float(torch.cat(values).double().mean())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -41,17 +42,39 @@ def load_reward(name: str) -> Reward:
     return cast(Reward, reward)
 
 
-def scores(reward: Reward, images: Tensor, prompts: list[str]) -> Tensor:
+@dataclass(frozen=True, kw_only=True)
+class Rewards:
+    """Named rewards and their weights: what a task scores with."""
+
+    functions: dict[str, Reward]
+    weights: dict[str, float]
+
+    def __call__(self, images: Tensor, prompts: list[str]) -> dict[str, Tensor]:
+        """Name → (B,) float64 scores. Raises ValueError as `scores` does, naming the reward."""
+        return {name: scores(name, reward, images, prompts) for name, reward in self.functions.items()}
+
+    def total(self, parts: dict[str, Tensor]) -> Tensor:
+        """Weighted sum of the parts, in their shape."""
+        return sum((self.weights[name] * parts[name] for name in self.functions), start=torch.zeros(()).double())
+
+
+def load_rewards(names: str | dict[str, float]) -> Rewards:
+    """One reward by its name, or several by name and weight. Raises ValueError as `load_reward` does."""
+    weights = {names: 1.0} if isinstance(names, str) else names
+    return Rewards(functions={name: load_reward(name) for name in weights}, weights=weights)
+
+
+def scores(name: str, reward: Reward, images: Tensor, prompts: list[str]) -> Tensor:
     """(B,) float64 scores. Raises ValueError for a wrong length or a score that is not finite, naming the prompt."""
     values = torch.as_tensor(reward(images, prompts)).detach().double().cpu()
     if values.shape != (len(prompts),):
         raise ValueError(
-            f"the reward returned shape {tuple(values.shape)} for {len(prompts)} images; it must be ({len(prompts)},)"
+            f"the reward {name} returned shape {tuple(values.shape)} for {len(prompts)} images; it must be ({len(prompts)},)"
         )
     if not values.isfinite().all():
         bad = int((~values.isfinite()).nonzero()[0])
         raise ValueError(
-            f"the reward returned {float(values[bad])} for image {bad} of prompt {prompts[bad]!r}; the update is stopped, "
+            f"the reward {name} returned {float(values[bad])} for image {bad} of prompt {prompts[bad]!r}; the update is stopped, "
             "nothing was trained on it and the last checkpoint stands"
         )
     return values

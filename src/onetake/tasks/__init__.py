@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from onetake.records import NAMED, Config
-from onetake.rewards import Reward, load_reward
+from onetake.rewards import Rewards, load_rewards
 from onetake.tasks.shapes import captions
 from onetake.tasks.shapes.verify import Verdict, verify
 
@@ -26,35 +26,47 @@ class Task:
 
     train: list[str]
     held_out: list[str]
-    reward: Reward
+    rewards: Rewards
     success_at: float | None = None
     verdict: Callable[[Tensor, str], Verdict] | None = None
 
 
 class ShapesTask(Config):
-    """The built-in task: coloured shapes, their captions, and an exact verifier (see `tasks.shapes`)."""
+    """The built-in task: coloured shapes, their captions, and an exact verifier (see `tasks.shapes`).
+
+    Its reward is the share of a caption's constraints that an image meets. ``{objects: 1, relation: 1}`` gives the objects'
+    constraints and the relation a reward each.
+    """
 
     kind: Literal["shapes"] = "shapes"
     family: Literal["relation", "count", "single", "mixed"] = "relation"
+    reward: dict[Literal["constraints", "objects", "relation"], float] = Field(default={"constraints": 1.0})
 
     def problems(self) -> list[str]:
-        return []
+        if "relation" in self.reward and self.family != "relation":
+            return [f"task.reward: relation needs captions with a relation, but task.family is {self.family}"]
+        return [] if self.reward else ["task.reward: {} scores nothing; known are constraints, objects, relation"]
 
     def load(self) -> Task:
         families = captions.FAMILIES if self.family == "mixed" else (self.family,)
         train, held_out = (
             [text for family in families for text in captions.prompts(family, split)] for split in ("train", "held_out")
         )
-        return Task(train=train, held_out=held_out, reward=shapes_reward, success_at=1.0, verdict=_shapes_verdict)
+        rewards = Rewards(
+            functions={name: _SHAPES_REWARDS[name] for name in self.reward},
+            weights={name: weight for name, weight in self.reward.items()},
+        )
+        full = sum(self.reward.values(), start=0.0)
+        return Task(train=train, held_out=held_out, rewards=rewards, success_at=full, verdict=_shapes_verdict)
 
 
 class PromptsTask(Config):
-    """Prompts from text files, one a line, and a reward by name (see `rewards`)."""
+    """Prompts from text files, one a line, and a reward by name, or several by name and weight (see `rewards`)."""
 
     kind: Literal["prompts"] = "prompts"
     train: Path
     held_out: Path
-    reward: str
+    reward: str | dict[str, float]
     success_at: float | None = Field(default=None, description="an image whose reward reaches this counts as a success")
 
     def problems(self) -> list[str]:
@@ -65,7 +77,7 @@ class PromptsTask(Config):
             elif not _lines(path):
                 found.append(f"task.{name}: {path} holds no prompt (one a line)")
         try:
-            load_reward(self.reward)
+            load_rewards(self.reward)
         except ValueError as error:
             found.append(str(error))
         return found
@@ -74,7 +86,7 @@ class PromptsTask(Config):
         return Task(
             train=_lines(self.train),
             held_out=_lines(self.held_out),
-            reward=load_reward(self.reward),
+            rewards=load_rewards(self.reward),
             success_at=self.success_at,
         )
 
@@ -85,6 +97,26 @@ TaskConfig = Annotated[ShapesTask | PromptsTask, Field(discriminator="kind"), NA
 def shapes_reward(images: Tensor, prompts: list[str]) -> Tensor:
     """(B,) share of the caption's constraints that each image (B, 3, H, W) in [0, 1] meets; 1 is all of them."""
     return torch.tensor([_shapes_verdict(image, prompt).score for image, prompt in zip(images, prompts, strict=True)])
+
+
+def objects_reward(images: Tensor, prompts: list[str]) -> Tensor:
+    """(B,) share of the constraints besides the relation that each image meets."""
+    verdicts = [_shapes_verdict(image, prompt) for image, prompt in zip(images, prompts, strict=True)]
+    return torch.tensor([_share(v.constraints, lambda name: name not in captions.RELATIONS) for v in verdicts])
+
+
+def relation_reward(images: Tensor, prompts: list[str]) -> Tensor:
+    """(B,) 1 where the caption's relation holds, else 0."""
+    verdicts = [_shapes_verdict(image, prompt) for image, prompt in zip(images, prompts, strict=True)]
+    return torch.tensor([_share(v.constraints, lambda name: name in captions.RELATIONS) for v in verdicts])
+
+
+_SHAPES_REWARDS = {"constraints": shapes_reward, "objects": objects_reward, "relation": relation_reward}
+
+
+def _share(constraints: dict[str, bool], counted: Callable[[str], bool]) -> float:
+    met = [holds for name, holds in constraints.items() if counted(name)]
+    return sum(met) / len(met)
 
 
 def _shapes_verdict(image: Tensor, prompt: str) -> Verdict:
