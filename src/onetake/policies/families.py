@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from diffusers import AdaptiveProjectedGuidance, CacheMixin
 from torch import Tensor, nn
 
@@ -44,15 +45,24 @@ class Family:
     """Further arguments of the call."""
 
 
+_PROMPTS = ("prompt_embeds", "negative_prompt_embeds")
+_MASKED_PROMPTS = (
+    "prompt_embeds",
+    "prompt_attention_mask",
+    "negative_prompt_embeds",
+    "negative_prompt_attention_mask",
+)
+_FLUX = Family(
+    embeds=("prompt_embeds", "pooled_prompt_embeds", "text_ids"), negative_apart=True, negative="true_cfg_scale"
+)
+
 FAMILIES: dict[str, Family] = {
     "StableDiffusion3Pipeline": Family(
         embeds=("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds"),
         indexed=("skip_guidance_layers",),  # on between two shares of the number of steps
     ),
-    "FluxPipeline": Family(
-        embeds=("prompt_embeds", "pooled_prompt_embeds", "text_ids"), negative_apart=True, negative="true_cfg_scale"
-    ),
-    "WanPipeline": Family(embeds=("prompt_embeds", "negative_prompt_embeds")),
+    "FluxPipeline": _FLUX,
+    "WanPipeline": Family(embeds=_PROMPTS),
     "QwenImagePipeline": Family(
         embeds=("prompt_embeds", "prompt_embeds_mask"),
         negative_apart=True,
@@ -61,6 +71,34 @@ FAMILIES: dict[str, Family] = {
         # the last block's text is thrown away: its queries, their normalisation, its output and its feed-forward
         unused=r"transformer_blocks\.{last}\.(attn\.(to_add_out|add_q_proj|norm_added_q)|txt_mlp)\..*",
     ),
+    "WanImageToVideoPipeline": Family(embeds=_PROMPTS),
+    "HunyuanVideoPipeline": Family(
+        embeds=("prompt_embeds", "pooled_prompt_embeds", "prompt_attention_mask"),
+        negative_apart=True,
+        negative="true_cfg_scale",
+    ),
+    "LTXPipeline": Family(embeds=_MASKED_PROMPTS),
+    "ZImagePipeline": Family(embeds=_PROMPTS),
+    # the default negative prompt is a text, refused beside embeddings
+    "SanaPipeline": Family(embeds=_MASKED_PROMPTS, call={"negative_prompt": None, "use_resolution_binning": False}),
+    "Lumina2Pipeline": Family(
+        embeds=_MASKED_PROMPTS,
+        indexed=("cfg_trunc_ratio",),  # a share of the number of steps
+    ),
+    "AuraFlowPipeline": Family(embeds=_MASKED_PROMPTS),
+    "ChromaPipeline": Family(
+        embeds=(
+            "prompt_embeds",
+            "text_ids",
+            "prompt_attention_mask",
+            "negative_prompt_embeds",
+            "negative_text_ids",
+            "negative_prompt_attention_mask",
+        )
+    ),
+    "CogView4Pipeline": Family(embeds=_PROMPTS),
+    "FluxKontextPipeline": _FLUX,
+    "MochiPipeline": Family(embeds=_MASKED_PROMPTS),
 }
 
 _NOT_FLOW = "it predicts noise or v on a diffusion schedule, and the kernels are those of flow matching"
@@ -99,7 +137,7 @@ def refuse(pipe: Any, family: Family, call: Mapping[str, Any]) -> None:
                 "call disable_cache()"
             )
     accepted = inspect.signature(pipe.__call__).parameters
-    needed = {"num_inference_steps", "generator", "output_type", "return_dict", *family.embeds}
+    needed = {"num_inference_steps", "generator", "output_type", "return_dict", *family.embeds[:1]}
     needed |= {"prompt"} if not family.embeds else set()
     needed |= {"latents"} if "tail" in family.ways else set()
     needed |= {family.guidance} if family.guidance else set()
@@ -169,6 +207,9 @@ def embed(
             prompt=prompt, negative_prompt=negative_prompt, do_classifier_free_guidance=guided, **shared
         )
         values = dict(zip(family.embeds, both, strict=True))
+    for name, value in values.items():
+        if value is None and name.endswith("_embeds_mask"):  # nothing is padded; the call would warn without a mask
+            values[name] = torch.ones(values[name.removesuffix("_mask")].shape[:2], dtype=torch.long)
     return {name: value for name, value in values.items() if name in offered and _is_given(value)}
 
 
