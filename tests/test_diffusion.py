@@ -93,7 +93,7 @@ def test_executions_agree(adapter, guidance, way):
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_executions_agree_with_a_kl(adapter, guidance, way):
     """The reference is asked in the middle of a rollout under reweight, and must not disturb it."""
-    frozen = tiny_sd3().transformer
+    frozen = {"transformer": tiny_sd3().transformer}
     pipe = tiny_sd3()
     ADAPTERS[adapter].attach(pipe, 0)
     policy = DiffusionPolicy(

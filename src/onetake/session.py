@@ -195,6 +195,8 @@ def _watcher(recipe: Recipe, say: Callable[[str], None], show: Callable[[str, in
     def preflight(found: Preflight) -> None:
         error = f", gradient equals native to {found.gradient_error:.0e}" if found.gradient_error else ""
         say(f"pre-flight: events {found.events} re-scored by {found.way}: equal latents and velocities, ratio 1{error}")
+        for model in found.unreached:
+            say(f"pre-flight: no event of the first update runs {model}, so nothing is known of its gradient")
         say(f"{recipe.objective.limit(found.dims)}; on the first update of a rollout the ratio is exactly 1")
 
     def update(columns: dict) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from onetake.coefficients import Coefficients
 from onetake.execution.base import Execution
@@ -41,6 +41,7 @@ class Preflight:
     events: list[int]
     dims: int  # D of one trajectory
     gradient_error: float  # relative L2 distance of the execution's gradient to the native one
+    unreached: list[str]  # of several models that share the noise levels, those that no event of this update runs
 
 
 def preflight(policy: Policy, execution: Execution, objective: Objective, batches: list[MicroBatch]) -> Preflight:
@@ -54,6 +55,7 @@ def preflight(policy: Policy, execution: Execution, objective: Objective, batche
     policy.way = _choose_way(policy, rollout)
     rollout.advantages = _alternating(rollout)
     execution.accumulate(policy, rollout, Coefficients(objective, rollout))
+    unreached = _unreached(policy)
     found = _taken_gradients(policy)
     if isinstance(execution, Recompute):
         error = 0.0
@@ -69,7 +71,7 @@ def preflight(policy: Policy, execution: Execution, objective: Objective, batche
             )
     events = sorted({k for batch in chosen for k in batch.events})
     dims = rollout.transitions[0][0].dims
-    return Preflight(way=policy.way, events=events, dims=dims, gradient_error=error)
+    return Preflight(way=policy.way, events=events, dims=dims, gradient_error=error, unreached=unreached)
 
 
 def recheck(policy: Policy, rollout: Rollout, number: int) -> float:
@@ -161,10 +163,21 @@ def _largest(one: Tensor, other: Tensor) -> float:
     return float((one.double() - other.double()).abs().max())
 
 
+def _unreached(policy: Policy) -> list[str]:
+    """Names of the policy's models, if it has several, that got no gradient at all: their noise levels were not selected."""
+    if not isinstance(policy.module, nn.ModuleDict):
+        return []
+    silent = [name for name, model in policy.module.items() if all(p.grad is None for p in model.parameters())]
+    return silent if len(silent) < len(policy.module) else []
+
+
 def _taken_gradients(policy: Policy) -> dict[str, Tensor]:
     """The gradients in p.grad, which is cleared. Raises PreflightError where one is missing or not finite."""
     gradients = {}
+    unreached = tuple(f"{name}." for name in _unreached(policy))
     for name, parameter in trainable(policy).items():
+        if name.startswith(unreached):
+            continue
         if parameter.grad is None:
             raise PreflightError(
                 f"the loss does not depend on the trainable tensor {name}: nothing would train it. Leave it out of "

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from onetake.noise import generator
-from onetake.policies.families import FAMILIES
+from onetake.policies.families import Family, family_of, transformers_of, unused_parameters
 from onetake.records import NAMED, Config
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
@@ -33,61 +33,85 @@ class Lora(Config):
     """Suffixes of linear layer names; None takes the family's."""
 
     def attach(self, pipe: DiffusionPipeline, seed: int) -> None:
-        """Add the adapter and make its parameters, only, trainable. Raises ValueError if no target is known or found."""
-        name = type(pipe).__name__
-        targets = self.targets or (list(FAMILIES[name].lora_targets) if name in FAMILIES else None)
-        if targets is None:
-            raise ValueError(
-                f"policy.trainable.targets: name the linear layers LoRA attaches to; none are known for {name}"
+        """Add an adapter to each transformer and make its parameters, only, trainable, in float32.
+
+        Raises ValueError if no target is found.
+        """
+        for model in transformers_of(pipe).values():
+            layers = self._layers(model, family_of(pipe))
+            model.requires_grad_(False)
+            config = LoraConfig(
+                r=self.rank,
+                lora_alpha=self.alpha,
+                target_modules=layers,
+                init_lora_weights="gaussian",
+                lora_dropout=0.0,
             )
-        missing = [
-            t for t in targets if not any(f".{n}".endswith(f".{t}") for n, _ in pipe.transformer.named_modules())
-        ]
-        if missing:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(generator(seed, "lora").initial_seed())
+                model.add_adapter(config)
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.float()
+
+    def _layers(self, model: nn.Module, family: Family) -> list[str]:
+        """Names of the linear layers that end in a target, without those whose output nothing uses."""
+        targets = self.targets or family.lora_targets
+        unused = unused_parameters(model, family)
+        linear = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+        found = {t: [name for name in linear if f".{name}".endswith(f".{t}")] for t in targets}
+        missing = [t for t in targets if not found[t]]
+        if self.targets and missing:
+            raise ValueError(f"policy.trainable.targets: no layer of {type(model).__name__} ends in {missing}")
+        layers = [name for t in targets for name in found[t] if not unused.fullmatch(f"{name}.weight")]
+        if not layers:
             raise ValueError(
-                f"policy.trainable.targets: no layer of {type(pipe.transformer).__name__} ends in {missing}"
+                f"policy.trainable.targets: name the linear layers LoRA attaches to; none are known for {type(model).__name__}"
             )
-        pipe.transformer.requires_grad_(False)
-        config = LoraConfig(
-            r=self.rank, lora_alpha=self.alpha, target_modules=targets, init_lora_weights="gaussian", lora_dropout=0.0
-        )
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(generator(seed, "lora").initial_seed())
-            pipe.transformer.add_adapter(config)
-        for parameter in pipe.transformer.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.float()
+        return sorted(set(layers))
 
     def save(self, pipe: DiffusionPipeline, folder: Path) -> None:
-        """Write a folder for ``pipeline.load_lora_weights(folder)``."""
-        type(pipe).save_lora_weights(
-            folder,
-            transformer_lora_layers=get_peft_model_state_dict(pipe.transformer),
-            transformer_lora_adapter_metadata=pipe.transformer.peft_config["default"].to_dict(),
-        )
+        """Write a folder for ``pipeline.load_lora_weights(folder)``; a second transformer has one of its own in it."""
+        for name, model in transformers_of(pipe).items():
+            type(pipe).save_lora_weights(
+                _lora_folder(folder, name),
+                transformer_lora_layers=get_peft_model_state_dict(model),
+                transformer_lora_adapter_metadata=model.peft_config["default"].to_dict(),
+            )
 
     def load(self, pipe: DiffusionPipeline, folder: Path) -> None:
-        """Read back what `save` wrote into the attached adapter."""
-        state = load_file(folder / LORA_FILE)
-        stripped = {key.removeprefix("transformer."): value for key, value in state.items()}
-        outcome = set_peft_model_state_dict(pipe.transformer, stripped)
-        assert not outcome.unexpected_keys, outcome.unexpected_keys
+        """Read back what `save` wrote into the attached adapters."""
+        for name, model in transformers_of(pipe).items():
+            state = load_file(_lora_folder(folder, name) / LORA_FILE)
+            stripped = {key.removeprefix("transformer."): value for key, value in state.items()}
+            outcome = set_peft_model_state_dict(model, stripped)
+            assert not outcome.unexpected_keys, outcome.unexpected_keys
+
+
+def _lora_folder(folder: Path, component: str) -> Path:
+    """diffusers reads a second transformer's adapter from a file of its own, with the first one's names in it."""
+    return folder if component == "transformer" else folder / component
 
 
 class Full(Config):
-    """Every parameter of the transformer, in float32."""
+    """Every parameter of the transformers that an output depends on, in float32."""
 
     kind: Literal["full"] = "full"
 
     def attach(self, pipe: DiffusionPipeline, seed: int) -> None:
-        pipe.transformer.requires_grad_(True)
+        for model in transformers_of(pipe).values():
+            unused = unused_parameters(model, family_of(pipe))
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(not unused.fullmatch(name))
 
     def save(self, pipe: DiffusionPipeline, folder: Path) -> None:
         """Write ``folder/transformer`` for the transformer class's ``from_pretrained``."""
-        pipe.transformer.save_pretrained(folder / "transformer")
+        for name, model in transformers_of(pipe).items():
+            model.save_pretrained(folder / name)
 
     def load(self, pipe: DiffusionPipeline, folder: Path) -> None:
-        pipe.transformer.load_state_dict(type(pipe.transformer).from_pretrained(folder / "transformer").state_dict())
+        for name, model in transformers_of(pipe).items():
+            model.load_state_dict(type(model).from_pretrained(folder / name).state_dict())
 
 
 Trainable = Annotated[Lora | Full, Field(discriminator="kind"), NAMED]
@@ -113,11 +137,13 @@ def apply_weights(pipe: DiffusionPipeline, folder: Path) -> None:
 
     Raises ValueError if the folder holds neither.
     """
-    if (folder / LORA_FILE).is_file():
-        pipe.load_lora_weights(folder)
-    elif (folder / "transformer").is_dir():
-        pipe.transformer = type(pipe.transformer).from_pretrained(folder / "transformer")
-    else:
-        raise ValueError(
-            f"{folder} holds neither {LORA_FILE} nor transformer/: it is not a checkpoint's weights folder"
-        )
+    for name, model in transformers_of(pipe).items():
+        lora = _lora_folder(folder, name)
+        if (lora / LORA_FILE).is_file():
+            pipe.load_lora_weights(lora, **({} if name == "transformer" else {f"load_into_{name}": True}))
+        elif (folder / name).is_dir():
+            setattr(pipe, name, type(model).from_pretrained(folder / name))
+        else:
+            raise ValueError(
+                f"{folder} holds neither {LORA_FILE} nor transformer/: it is not a checkpoint's weights folder"
+            )

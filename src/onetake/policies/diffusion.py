@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+from diffusers import DiffusionPipeline
 from diffusers.utils.logging import disable_progress_bar
 from pydantic import Field
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from onetake.noise import start_generators
 from onetake.policies import Observer
 from onetake.policies.adapters import Lora, Trainable, adapters_off
 from onetake.policies.episode import Episode
-from onetake.policies.families import embed
+from onetake.policies.families import embed, family_of, refuse, transformers_of
 from onetake.policies.scheduler import Finished, RolloutScheduler
 from onetake.records import Config, MicroBatch, Transition
 from onetake.transitions import Flow, Kernel, StochasticKernel
@@ -76,8 +78,6 @@ class DiffusionPolicy:
     `way` is how an event is re-scored; the pre-flight check chooses it (see `execution.preflight`).
     """
 
-    ways: tuple[str, ...] = ("tail", "fast_forward")
-
     def __init__(
         self,
         pipe: DiffusionPipeline,
@@ -88,42 +88,43 @@ class DiffusionPolicy:
         negative_prompt: str = "",
         call: dict[str, Any] | None = None,
         output_type: str = "pt",
-        frozen: nn.Module | None = None,
+        frozen: dict[str, nn.Module] | None = None,
     ) -> None:
-        """`frozen` is the reference transformer; without one, the reference is the transformer with its adapters off.
+        """`frozen` holds the reference's transformers; without it, the reference is the transformers with adapters off.
 
-        Raises ValueError if the pipeline's scheduler is not flow matching.
+        Raises ValueError if the pipeline is not one that can be trained, or does not take an argument of `call`.
         """
-        if not isinstance(pipe.scheduler, FlowMatchEulerDiscreteScheduler):
-            raise ValueError(
-                f"policy.pipeline: {type(pipe).__name__} samples with {type(pipe.scheduler).__name__}, which is not a "
-                "flow-matching scheduler onetake can replace; it trains pipelines with FlowMatchEulerDiscreteScheduler"
-            )
-        if pipe.scheduler.config.stochastic_sampling:
-            raise ValueError(
-                "policy.pipeline: its scheduler has stochastic_sampling on, whose noise has no log_prob; turn it off"
-            )
         self.pipe = pipe
         self.kernel = kernel
-        self.scheduler = pipe.scheduler = RolloutScheduler.from_config(pipe.scheduler.config)
-        self.way = "tail"
+        self._family = family_of(pipe)
+        self._guidance, self._negative_prompt, self._steps = guidance, negative_prompt, steps
+        self._call_arguments = self._family.call | (call or {})
+        self._output_type = output_type
+        refuse(pipe, self._family, self._call_arguments)
+        self.ways = self._family.ways
+        if any(self._call_arguments.get(name) is not None for name in self._family.indexed):
+            self.ways = ("fast_forward",)
+        self.way = self.ways[0]
+        shipped = pipe.scheduler
+        self.scheduler = pipe.scheduler = RolloutScheduler.replacing(shipped)
         self.version = self.calls = self.forwards = self.trained_forwards = 0
         self.decode_seconds = 0.0
-        self._guidance, self._negative_prompt, self._call_arguments = guidance, negative_prompt, dict(call or {})
-        self._steps, self._output_type = steps, output_type
         self._embeds: dict[str, dict[str, Any] | None] = {}
         self._sigmas: list[float] | None = None
-        for component in pipe.components.values():
-            if isinstance(component, nn.Module) and component is not pipe.transformer:
+        trained = transformers_of(pipe)
+        self._module = nn.ModuleDict(trained) if len(trained) > 1 else next(iter(trained.values()))
+        for name, component in pipe.components.items():
+            if isinstance(component, nn.Module) and name not in trained:
                 component.requires_grad_(False)
         # A second pipeline over the same modules: the reference is asked in the middle of a rollout, whose scheduler is busy
         self._reference_pipe = copy.copy(pipe)
-        self._reference_pipe.scheduler = RolloutScheduler.from_config(pipe.scheduler.config)
+        self._reference_pipe.scheduler = RolloutScheduler.replacing(shipped)
         self._frozen = frozen
-        if frozen is not None:
-            self._reference_pipe.transformer = frozen.requires_grad_(False)
+        for name, module in (frozen or {}).items():
+            setattr(self._reference_pipe, name, module.requires_grad_(False))
         self._active = self.scheduler  # of the pipeline that is being called
-        for transformer in {pipe.transformer, self._reference_pipe.transformer}:
+        self._answers: dict[nn.Module, Any] = {}
+        for transformer in {*trained.values(), *transformers_of(self._reference_pipe).values()}:
             transformer.register_forward_hook(self._count)
 
     @classmethod
@@ -135,10 +136,12 @@ class DiffusionPolicy:
         `with_reference` keeps a frozen copy of the transformer where adapters cannot simply be switched off.
         """
         pipe = load_pipeline(folder, config.dtype)
-        frozen = copy.deepcopy(pipe.transformer) if with_reference and config.trainable.kind == "full" else None
+        models = transformers_of(pipe)
+        frozen = copy.deepcopy(models) if with_reference and config.trainable.kind == "full" else None
         config.trainable.attach(pipe, seed)
         if config.gradient_checkpointing:
-            pipe.transformer.enable_gradient_checkpointing()
+            for model in models.values():
+                model.enable_gradient_checkpointing()
         return cls(
             pipe,
             kernel=config.kernel,
@@ -151,7 +154,7 @@ class DiffusionPolicy:
 
     @property
     def module(self) -> nn.Module:
-        return self.pipe.transformer
+        return self._module
 
     @property
     def sigmas(self) -> list[float]:
@@ -163,30 +166,48 @@ class DiffusionPolicy:
 
     def _count(self, module: nn.Module, args: tuple, output: Any) -> None:
         if not self._active.skipping:
-            self._answer = output[0]
+            rows = len(output[0])
+            self._answers[module] = tree_map(_first_row, output, is_leaf=_is_rows)
             self.calls += 1
-            self.forwards += len(self._answer)
-            self.trained_forwards += len(self._answer) * torch.is_grad_enabled()
+            self.forwards += rows
+            self.trained_forwards += rows * torch.is_grad_enabled()
 
     def _prompt_arguments(self, prompt: str, rows: int) -> dict[str, Any]:
         """The prompt as the call takes it, for `rows` samples. Embedded once per prompt, then cached."""
         if prompt not in self._embeds:
             with torch.no_grad():
                 self._embeds[prompt] = embed(
-                    self.pipe, prompt, self._negative_prompt, guided=self._guidance > 1, call=self._call_arguments
+                    self.pipe,
+                    self._family,
+                    prompt,
+                    self._negative_prompt,
+                    guided=self._guided,
+                    call=self._call_arguments,
                 )
         embeds = self._embeds[prompt]
         if embeds is None:
-            negative = {"negative_prompt": [self._negative_prompt] * rows} if self._guidance > 1 else {}
+            negative = {"negative_prompt": [self._negative_prompt] * rows} if self._guided else {}
             return {"prompt": [prompt] * rows, **negative}
-        return {name: value.repeat_interleave(rows, 0) for name, value in embeds.items()}
+        return {
+            name: value.repeat_interleave(rows, 0) if isinstance(value, Tensor) else value * rows
+            for name, value in embeds.items()
+        }
+
+    @property
+    def _guided(self) -> bool:
+        """Whether the pipeline is going to use a negative prompt."""
+        family = self._family
+        if family.negative is None:
+            return False
+        asked = {family.guidance: self._guidance, **self._call_arguments}
+        return asked.get(family.negative, 1.0) > 1
 
     def _arguments(self, prompts: list[str], generators: list[torch.Generator]) -> dict[str, Any]:
         return {
             **self._prompt_arguments(prompts[0], len(prompts)),
             "generator": generators,
             "num_inference_steps": self._steps,
-            "guidance_scale": self._guidance,
+            self._family.guidance: self._guidance,
             "output_type": self._output_type,
             "return_dict": False,
             **self._call_arguments,
@@ -236,17 +257,35 @@ class DiffusionPolicy:
 
     @contextmanager
     def _skippable(self, pipe: DiffusionPipeline) -> Iterator[None]:
-        """While fast-forwarding, the model answers zeros instead of running; nobody uses them."""
-        forward = pipe.transformer.forward
-
-        def skip_or_run(*args: Any, **kwargs: Any) -> Any:
-            if not pipe.scheduler.skipping:
-                return forward(*args, **kwargs)
-            rows = len(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
-            return (self._answer.new_zeros(rows, *self._answer.shape[1:]),)
-
-        pipe.transformer.forward = skip_or_run
+        """While fast-forwarding, the models answer zeros instead of running; nobody uses them."""
+        models = transformers_of(pipe).values()
+        for model in models:
+            model.forward = partial(self._skip_or_run, pipe.scheduler, model, model.forward)
         try:
             yield
         finally:
-            del pipe.transformer.forward
+            for model in models:
+                del model.forward
+
+    def _skip_or_run(
+        self, scheduler: RolloutScheduler, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        if not scheduler.skipping:
+            return forward(*args, **kwargs)
+        latents = args[0] if args else kwargs["hidden_states"]
+        return tree_map(partial(_zeros, rows=len(latents)), self._answers[model], is_leaf=_is_rows)
+
+
+def _is_rows(answer: Any) -> bool:
+    """A batch: a tensor (rows, ...), or a list with one tensor a row (Z-Image)."""
+    return isinstance(answer, Tensor | list)
+
+
+def _first_row(answer: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
+    return answer[:1].detach() if isinstance(answer, Tensor) else [answer[0].detach()]
+
+
+def _zeros(answer: Tensor | list[Tensor], rows: int) -> Tensor | list[Tensor]:
+    if isinstance(answer, Tensor):
+        return answer.new_zeros(rows, *answer.shape[1:])
+    return [torch.zeros_like(answer[0])] * rows

@@ -1,57 +1,217 @@
 """What a pipeline family needs beyond the scheduler seam: one row each. New families go here.
 
-A pipeline without a row works with the defaults (prompts passed as text, LoRA targets named in the recipe) if the
-pre-flight check proves that its re-scored events equal its sampled ones.
+A pipeline without a row works with the defaults of a row (prompts passed as text, LoRA on attention, re-scoring by
+fast-forward) if the pre-flight check proves that its re-scored events equal its sampled ones. Pipelines whose update could not
+be right, or could be wrong without anything showing it, are refused by name.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+import torch
+from diffusers import AdaptiveProjectedGuidance, CacheMixin
+from torch import Tensor, nn
+
+ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+"""Names that diffusers gives to the linear layers of attention, image side and text side."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One row: how prompts are embedded, and what LoRA attaches to when the recipe does not say."""
+    """One row. Every default is what is assumed of a pipeline without a row."""
 
-    embeds: tuple[str, ...]
-    """Call arguments that ``encode_prompt`` returns, in its order."""
-    encode: dict[str, Any]
-    """Arguments that ``encode_prompt`` demands besides the prompt."""
-    lora_targets: tuple[str, ...]
-    """Names of the linear layers LoRA attaches to by default (suffixes, as peft matches them)."""
+    embeds: tuple[str, ...] = ()
+    """Call arguments that ``encode_prompt`` returns, in its order. Empty: prompts are passed as text, at every call."""
+    negative_apart: bool = False
+    """The negative prompt is embedded by a second ``encode_prompt``, into the same arguments with ``negative_`` before them."""
+    guidance: str | None = "guidance_scale"
+    """Call argument that ``policy.guidance`` sets. None: it belongs to the pipeline's ``guider`` component."""
+    negative: str | None = "guidance_scale"
+    """Call argument that turns the negative prompt on, above 1. None: the pipeline knows no negative prompt."""
+    ways: tuple[str, ...] = ("tail", "fast_forward")
+    """Ways to re-score that may hold; a ``latents`` argument that is rescaled, blended or ignored rules ``tail`` out."""
+    indexed: tuple[str, ...] = ()
+    """Call arguments that, when given, let guidance depend on the step's index or number: ``tail`` is then ruled out."""
+    lora_targets: tuple[str, ...] = ATTENTION
+    """Suffixes of the linear layers that LoRA attaches to by default, where the model has them."""
+    unused: str = r"(?!)"
+    """Pattern of parameter names that no output depends on; ``{last}`` is the last of ``transformer_blocks``. Never trained."""
+    call: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the call."""
 
 
-_ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
-_JOINT = (*_ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+_PROMPTS = ("prompt_embeds", "negative_prompt_embeds")
+_MASKED_PROMPTS = (
+    "prompt_embeds",
+    "prompt_attention_mask",
+    "negative_prompt_embeds",
+    "negative_prompt_attention_mask",
+)
+_FLUX = Family(
+    embeds=("prompt_embeds", "pooled_prompt_embeds", "text_ids"), negative_apart=True, negative="true_cfg_scale"
+)
 
 FAMILIES: dict[str, Family] = {
     "StableDiffusion3Pipeline": Family(
+        embeds=("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds"),
+        indexed=("skip_guidance_layers",),  # on between two shares of the number of steps
+    ),
+    "FluxPipeline": _FLUX,
+    "WanPipeline": Family(embeds=_PROMPTS),
+    "QwenImagePipeline": Family(
+        embeds=("prompt_embeds", "prompt_embeds_mask"),
+        negative_apart=True,
+        guidance="true_cfg_scale",
+        negative="true_cfg_scale",
+        # the last block's text is thrown away: its queries, their normalisation, its output and its feed-forward
+        unused=r"transformer_blocks\.{last}\.(attn\.(to_add_out|add_q_proj|norm_added_q)|txt_mlp)\..*",
+    ),
+    "WanImageToVideoPipeline": Family(embeds=_PROMPTS),
+    "HunyuanVideoPipeline": Family(
+        embeds=("prompt_embeds", "pooled_prompt_embeds", "prompt_attention_mask"),
+        negative_apart=True,
+        negative="true_cfg_scale",
+    ),
+    "LTXPipeline": Family(embeds=_MASKED_PROMPTS),
+    "ZImagePipeline": Family(embeds=_PROMPTS),
+    # the default negative prompt is a text, refused beside embeddings
+    "SanaPipeline": Family(embeds=_MASKED_PROMPTS, call={"negative_prompt": None, "use_resolution_binning": False}),
+    "Lumina2Pipeline": Family(
+        embeds=_MASKED_PROMPTS,
+        indexed=("cfg_trunc_ratio",),  # a share of the number of steps
+    ),
+    "AuraFlowPipeline": Family(embeds=_MASKED_PROMPTS),
+    "ChromaPipeline": Family(
         embeds=(
             "prompt_embeds",
+            "text_ids",
+            "prompt_attention_mask",
             "negative_prompt_embeds",
-            "pooled_prompt_embeds",
-            "negative_pooled_prompt_embeds",
-        ),
-        encode={"prompt_2": None, "prompt_3": None},
-        lora_targets=_JOINT,
+            "negative_text_ids",
+            "negative_prompt_attention_mask",
+        )
     ),
+    "CogView4Pipeline": Family(embeds=_PROMPTS),
+    "FluxKontextPipeline": _FLUX,
+    "MochiPipeline": Family(embeds=_MASKED_PROMPTS),
 }
 
+_NOT_FLOW = "it predicts noise or v on a diffusion schedule, and the kernels are those of flow matching"
+_ABOVE_ONE = "its noise levels reach 80 (EDM), and flow matching has them in [0, 1]"
+_CACHE = "it keeps keys and values of the first step for later ones, which an event re-scored by itself does not have"
+REFUSED: dict[str, str] = {
+    "CogVideoX": _NOT_FLOW,
+    "CosmosTextToWorld": _ABOVE_ONE,
+    "CosmosVideoToWorld": _ABOVE_ONE,
+    "Cosmos2TextToImage": _ABOVE_ONE,
+    "Cosmos2VideoToWorld": _ABOVE_ONE,
+    "Flux2KleinKV": _CACHE,
+    "HiDream": (
+        "in evaluation mode its routed experts run without gradients: log-probs would be right and the gradient silently wrong"
+    ),
+}
+"""Beginning of a pipeline's class name → why it is not trained."""
 
-def embed(pipe, prompt: str, negative_prompt: str, *, guided: bool, call: dict[str, Any]) -> dict[str, Any] | None:
-    """Call arguments that replace the prompt's text, one row each; None if the family's embedding is not known."""
-    family = FAMILIES.get(type(pipe).__name__)
-    if family is None:
+
+def refuse(pipe: Any, family: Family, call: Mapping[str, Any]) -> None:
+    """Raises ValueError if this pipeline cannot be a policy, or not with these call arguments, naming the cause."""
+    name = type(pipe).__name__
+    for beginning, reason in REFUSED.items():
+        if name.startswith(beginning):
+            raise ValueError(f"policy.pipeline: {name} cannot be trained: {reason}")
+    guider = pipe.components.get("guider")
+    if isinstance(guider, AdaptiveProjectedGuidance) and guider.momentum_buffer is not None:
+        raise ValueError(
+            f"policy.pipeline: the guider of {name} has momentum, so the velocity of an event depends on the events before it; "
+            "set its adaptive_projected_guidance_momentum to null"
+        )
+    for component, model in transformers_of(pipe).items():
+        if isinstance(model, CacheMixin) and model.is_cache_enabled:
+            raise ValueError(
+                f"policy.pipeline: {component} has a cache on, so the velocity of an event depends on the events before it; "
+                "call disable_cache()"
+            )
+    accepted = inspect.signature(pipe.__call__).parameters
+    needed = {"num_inference_steps", "generator", "output_type", "return_dict", *family.embeds[:1]}
+    needed |= {"prompt"} if not family.embeds else set()
+    needed |= {"latents"} if "tail" in family.ways else set()
+    needed |= {family.guidance} if family.guidance else set()
+    if missing := sorted(needed - accepted.keys()):
+        raise ValueError(
+            f"policy.pipeline: the call of {name} has no argument {', '.join(missing)}, which sampling sets"
+        )
+    if unknown := sorted(call.keys() - accepted.keys()):
+        raise ValueError(f"policy.call: {name} takes no argument {', '.join(unknown)}; it takes {', '.join(accepted)}")
+    if family.guidance in call:
+        raise ValueError(f"policy.call.{family.guidance}: is what policy.guidance sets for {name}; use that")
+
+
+def family_of(pipe: Any) -> Family:
+    """The pipeline's row, or the defaults of one: then nothing is known that would make ``tail`` safe."""
+    return FAMILIES.get(type(pipe).__name__, Family(ways=("fast_forward",)))
+
+
+def transformers_of(pipe: Any) -> dict[str, nn.Module]:
+    """Component name → denoising transformer: one, or two that share the noise levels (Wan 2.2).
+
+    Raises ValueError if the pipeline has none.
+    """
+    found = {
+        name: module
+        for name, module in pipe.components.items()
+        if name in ("transformer", "transformer_2") and module is not None
+    }
+    if not found:
+        raise ValueError(
+            f"policy.pipeline: {type(pipe).__name__} has no component named transformer, the only kind that is trained; "
+            f"its components are {', '.join(pipe.components)}"
+        )
+    return found
+
+
+def unused_parameters(model: nn.Module, family: Family) -> re.Pattern[str]:
+    """Matches the names of parameters that no output of the model depends on."""
+    blocks = [int(n) for name, _ in model.named_parameters() for n in re.findall(r"^transformer_blocks\.(\d+)\.", name)]
+    return re.compile(family.unused.replace("{last}", str(max(blocks, default=0))))
+
+
+def embed(
+    pipe: Any, family: Family, prompt: str, negative_prompt: str, *, guided: bool, call: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Call arguments that replace the prompt's text, one row each; None if the family's prompts stay text.
+
+    ``encode_prompt`` gets the arguments that the call would hand on: `call`'s, or else the call's own defaults, which
+    differ from those of ``encode_prompt``.
+    """
+    if not family.embeds:
         return None
-    shared = {key: call[key] for key in ("max_sequence_length", "clip_skip") if key in call}
-    values = pipe.encode_prompt(
-        prompt=prompt,
-        negative_prompt=negative_prompt,
-        do_classifier_free_guidance=guided,
-        **family.encode,
-        **shared,
-    )
-    return {name: value for name, value in zip(family.embeds, values, strict=True) if isinstance(value, Tensor)}
+    taken = inspect.signature(pipe.encode_prompt).parameters
+    offered = {name: p.default for name, p in inspect.signature(pipe.__call__).parameters.items()} | dict(call)
+    shared = {
+        name: offered[name]
+        for name in taken.keys() & offered.keys() - set(family.embeds)
+        if name not in ("prompt", "negative_prompt", "device") and not name.endswith(("_embeds", "_per_prompt"))
+    }
+    if family.negative_apart:
+        values = dict(zip(family.embeds, pipe.encode_prompt(prompt=prompt, **shared), strict=True))
+        if guided:
+            other = pipe.encode_prompt(prompt=negative_prompt, **shared)
+            values |= {f"negative_{name}": value for name, value in zip(family.embeds, other, strict=True)}
+    else:
+        both = pipe.encode_prompt(
+            prompt=prompt, negative_prompt=negative_prompt, do_classifier_free_guidance=guided, **shared
+        )
+        values = dict(zip(family.embeds, both, strict=True))
+    for name, value in values.items():
+        if value is None and name.endswith("_embeds_mask"):  # nothing is padded; the call would warn without a mask
+            values[name] = torch.ones(values[name.removesuffix("_mask")].shape[:2], dtype=torch.long)
+    return {name: value for name, value in values.items() if name in offered and _is_given(value)}
+
+
+def _is_given(value: Any) -> bool:
+    return isinstance(value, Tensor) or bool(value)

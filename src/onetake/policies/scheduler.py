@@ -7,12 +7,19 @@ scores it, tells the observer and decides whether the next model call builds a g
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers import (
+    DPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    SchedulerMixin,
+    UniPCMultistepScheduler,
+)
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteSchedulerOutput
 from torch import Tensor
 
@@ -37,7 +44,39 @@ class RolloutScheduler(FlowMatchEulerDiscreteScheduler):
     last_step_at = 0.0
     """`time.perf_counter()` after the latest step: what follows it in a call is decoding."""
     grid: list[float]
-    """(T+1) sigmas of the whole schedule, set by `set_timesteps`."""
+    """(T+1) noise levels of the whole schedule, falling from at most 1, set by `set_timesteps`."""
+    _lender: SchedulerMixin | None = None
+
+    @classmethod
+    def replacing(cls, scheduler: SchedulerMixin) -> RolloutScheduler:
+        """One with the noise levels of a pipeline's own scheduler.
+
+        UniPC and DPM-Solver lend the grid they compute: their flow grids differ from the Euler one with equal settings. ODE
+        steps on it are Euler's. Raises ValueError if the scheduler is not flow matching, or draws noise of its own.
+        """
+        name, config = type(scheduler).__name__, scheduler.config
+        if isinstance(scheduler, RolloutScheduler) and scheduler._lender is not None:
+            scheduler = scheduler._lender
+            name, config = type(scheduler).__name__, scheduler.config
+        if isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
+            if config.stochastic_sampling:
+                raise ValueError(
+                    "policy.pipeline: its scheduler has stochastic_sampling on, whose noise has no log_prob; turn it off"
+                )
+            return cls.from_config(config)
+        if not isinstance(scheduler, UniPCMultistepScheduler | DPMSolverMultistepScheduler):
+            raise ValueError(
+                f"policy.pipeline: it samples with {name}, which is not a flow-matching scheduler onetake can replace; "
+                "those are FlowMatchEulerDiscreteScheduler, and UniPC and DPM-Solver with use_flow_sigmas"
+            )
+        if not config.use_flow_sigmas or config.prediction_type != "flow_prediction":
+            raise ValueError(
+                f"policy.pipeline: its {name} has use_flow_sigmas: {config.use_flow_sigmas} and prediction_type: "
+                f"{config.prediction_type}; flow matching needs use_flow_sigmas: true and flow_prediction"
+            )
+        replacement = cls(num_train_timesteps=config.num_train_timesteps)
+        replacement._lender = copy.deepcopy(scheduler)
+        return replacement
 
     @contextmanager
     def playing(self, episode: Episode, way: str = "tail") -> Iterator[None]:
@@ -65,8 +104,16 @@ class RolloutScheduler(FlowMatchEulerDiscreteScheduler):
         mu: float | None = None,
         timesteps: list[float] | None = None,
     ) -> None:
-        super().set_timesteps(num_inference_steps, device, sigmas, mu, timesteps)
-        self.grid = self.sigmas.double().tolist()
+        if self._lender is None:
+            super().set_timesteps(num_inference_steps, device, sigmas, mu, timesteps)
+        else:
+            self._borrow(num_inference_steps, device, sigmas=sigmas, mu=mu, timesteps=timesteps)
+        levels = 1 - self.sigmas.double() if self.config.invert_sigmas else self.sigmas.double()
+        self.grid = levels.tolist()
+        if max(self.grid) > 1 + 1e-6:
+            raise ValueError(
+                f"policy.pipeline: its noise levels start at {max(self.grid):.4g}; flow matching has them in [0, 1]"
+            )
         if self._schedule_only:
             raise Finished
         self._offset = 0
@@ -75,6 +122,15 @@ class RolloutScheduler(FlowMatchEulerDiscreteScheduler):
                 self._offset = self._episode.replay.index
                 self.timesteps, self.sigmas = self.timesteps[self._offset :], self.sigmas[self._offset :]
             self._set_grad_for(self.upcoming)
+
+    def _borrow(self, steps: int | None, device: str | torch.device | None, **custom: Any) -> None:
+        """The lender's grid; of `custom` it gets what the pipeline gives."""
+        assert self._lender is not None
+        given = {name: value for name, value in custom.items() if value is not None}
+        self._lender.set_timesteps(steps, device, **given)
+        self.timesteps, self.sigmas = self._lender.timesteps.float(), self._lender.sigmas.float()
+        self.num_inference_steps = len(self.timesteps)
+        self._step_index = self._begin_index = None
 
     @property
     def upcoming(self) -> int:
@@ -108,7 +164,8 @@ class RolloutScheduler(FlowMatchEulerDiscreteScheduler):
             self._init_step_index(timestep)
         index = self.upcoming
         if episode.stochastic(index):
-            following = episode.transition(index, sample, model_output, self.grid)
+            velocity = -model_output if self.config.invert_sigmas else model_output  # ours is ε − x₀, its is x₀ − ε
+            following = episode.transition(index, sample, velocity, self.grid)
             if episode.replay is not None:
                 raise Finished
             self._step_index += 1

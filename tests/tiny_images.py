@@ -1,0 +1,260 @@
+"""Stock image pipelines, tiny and randomly initialised, of the real classes: registered as cases of `test_families`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diffusers import (
+    AuraFlowPipeline,
+    AuraFlowTransformer2DModel,
+    AutoencoderDC,
+    ChromaPipeline,
+    ChromaTransformer2DModel,
+    CogView4Pipeline,
+    CogView4Transformer2DModel,
+    DPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    FluxKontextPipeline,
+    FluxPipeline,
+    FluxTransformer2DModel,
+    Lumina2Pipeline,
+    Lumina2Transformer2DModel,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+    SanaPipeline,
+    SanaTransformer2DModel,
+    ZImagePipeline,
+    ZImageTransformer2DModel,
+)
+from transformers import Gemma2Config, Gemma2Model, GlmConfig, GlmModel, Qwen3Config, Qwen3Model
+
+from tiny import tiny_sd3
+from tiny_parts import DECODER, PICTURE, TEXT, case, clip, image_vae, qwen_vae, qwen_vl, t5, umt5, word_tokenizer
+
+SQUARE = {"height": 8, "width": 8}
+LARGER = {"height": 16, "width": 16}
+
+case("sd3", call={"max_sequence_length": 8})(tiny_sd3)
+case(
+    "sd3-skip-layer",
+    call={
+        "max_sequence_length": 8,
+        "skip_guidance_layers": [0],
+        "skip_layer_guidance_start": 0.2,
+        "skip_layer_guidance_stop": 0.6,
+    },
+    way="fast_forward",
+)(tiny_sd3)
+
+
+@case("flux", call=SQUARE | {"max_sequence_length": 8})
+@case("flux-true-cfg", call=SQUARE | {"max_sequence_length": 8, "true_cfg_scale": 2.0})
+def flux() -> FluxPipeline:
+    return FluxPipeline(
+        **clip(),
+        **t5("text_encoder_2"),
+        vae=image_vae(),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        transformer=FluxTransformer2DModel(
+            in_channels=16,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=8,
+            num_attention_heads=2,
+            joint_attention_dim=TEXT,
+            pooled_projection_dim=8,
+            guidance_embeds=True,
+            axes_dims_rope=(2, 2, 4),
+        ),
+    )
+
+
+@case("qwen-image", call=SQUARE)
+def qwen() -> QwenImagePipeline:
+    return QwenImagePipeline(
+        **qwen_vl(),
+        vae=qwen_vae(),
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift_terminal=0.02),
+        transformer=QwenImageTransformer2DModel(
+            in_channels=16,
+            out_channels=4,
+            num_layers=2,
+            attention_head_dim=8,
+            num_attention_heads=2,
+            joint_attention_dim=TEXT,
+            axes_dims_rope=(2, 2, 4),
+        ),
+    )
+
+
+def flux_transformer(**settings: Any) -> FluxTransformer2DModel:
+    return FluxTransformer2DModel(
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        joint_attention_dim=TEXT,
+        pooled_projection_dim=8,
+        guidance_embeds=True,
+        axes_dims_rope=(2, 2, 4),
+    )
+
+
+@case("flux-kontext", call=SQUARE | {"max_sequence_length": 8, "image": PICTURE, "max_area": 64, "_auto_resize": False})
+def kontext() -> FluxKontextPipeline:
+    return FluxKontextPipeline(
+        **clip(),
+        **t5("text_encoder_2"),
+        vae=image_vae(),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        transformer=flux_transformer(),
+    )
+
+
+@case("chroma", call=SQUARE | {"max_sequence_length": 8})
+def chroma() -> ChromaPipeline:
+    return ChromaPipeline(
+        **t5(),
+        vae=image_vae(),
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+        transformer=ChromaTransformer2DModel(
+            in_channels=16,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=8,
+            num_attention_heads=2,
+            joint_attention_dim=TEXT,
+            axes_dims_rope=(2, 2, 4),
+            approximator_num_channels=8,
+            approximator_hidden_dim=16,
+            approximator_layers=1,
+        ),
+    )
+
+
+@case("z-image", call=SQUARE | {"max_sequence_length": 8})
+def z_image() -> ZImagePipeline:
+    return ZImagePipeline(
+        text_encoder=Qwen3Model(Qwen3Config(**DECODER, head_dim=8)),
+        tokenizer=word_tokenizer(chat_template="{{ messages[0]['content'] }}"),
+        vae=image_vae(),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        transformer=ZImageTransformer2DModel(
+            in_channels=4,
+            dim=16,
+            n_layers=1,
+            n_refiner_layers=1,
+            n_heads=2,
+            n_kv_heads=2,
+            cap_feat_dim=TEXT,
+            axes_dims=[4, 2, 2],
+            axes_lens=[64, 16, 16],
+        ),
+    )
+
+
+def gemma() -> dict[str, Any]:
+    return {"text_encoder": Gemma2Model(Gemma2Config(**DECODER, head_dim=8)), "tokenizer": word_tokenizer()}
+
+
+@case("sana", call={"height": 32, "width": 32, "max_sequence_length": 8, "complex_human_instruction": None})
+def sana() -> SanaPipeline:
+    return SanaPipeline(
+        **gemma(),
+        vae=AutoencoderDC(
+            latent_channels=4,
+            attention_head_dim=2,
+            encoder_block_types=("ResBlock",) * 4,
+            decoder_block_types=("ResBlock",) * 4,
+            encoder_block_out_channels=(8,) * 4,
+            decoder_block_out_channels=(8,) * 4,
+            encoder_layers_per_block=(1,) * 4,
+            decoder_layers_per_block=(1,) * 4,
+            encoder_qkv_multiscales=((),) * 4,
+            decoder_qkv_multiscales=((),) * 4,
+        ),
+        scheduler=DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+        transformer=SanaTransformer2DModel(
+            in_channels=4,
+            out_channels=4,
+            num_attention_heads=2,
+            attention_head_dim=8,
+            num_layers=1,
+            num_cross_attention_heads=2,
+            cross_attention_head_dim=8,
+            cross_attention_dim=16,
+            caption_channels=TEXT,
+            sample_size=4,
+        ),
+    )
+
+
+@case("lumina2", call=LARGER | {"max_sequence_length": 8, "system_prompt": "a"})
+@case(
+    "lumina2-truncated",
+    call=LARGER | {"max_sequence_length": 8, "system_prompt": "a", "cfg_trunc_ratio": 0.6},
+    way="fast_forward",
+)
+def lumina2() -> Lumina2Pipeline:
+    return Lumina2Pipeline(
+        **gemma(),
+        vae=image_vae(),
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+        transformer=Lumina2Transformer2DModel(
+            sample_size=4,
+            in_channels=4,
+            hidden_size=16,
+            num_layers=1,
+            num_refiner_layers=1,
+            num_attention_heads=2,
+            num_kv_heads=1,
+            multiple_of=16,
+            axes_dim_rope=(4, 2, 2),
+            axes_lens=(64, 16, 16),
+            cap_feat_dim=TEXT,
+        ),
+    )
+
+
+@case("auraflow", call=SQUARE | {"max_sequence_length": 8})
+def auraflow() -> AuraFlowPipeline:
+    return AuraFlowPipeline(
+        **umt5(),
+        vae=image_vae(),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=1.73),
+        transformer=AuraFlowTransformer2DModel(
+            sample_size=4,
+            in_channels=4,
+            num_mmdit_layers=1,
+            num_single_dit_layers=1,
+            attention_head_dim=8,
+            num_attention_heads=2,
+            joint_attention_dim=TEXT,
+            caption_projection_dim=16,
+            pos_embed_max_size=16,
+        ),
+    )
+
+
+@case("cogview4", call=LARGER | {"max_sequence_length": 16})
+def cogview4() -> CogView4Pipeline:
+    return CogView4Pipeline(
+        text_encoder=GlmModel(GlmConfig(**DECODER, head_dim=8)),
+        tokenizer=word_tokenizer(padding_side="left"),
+        vae=image_vae(),
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, time_shift_type="linear"),
+        transformer=CogView4Transformer2DModel(
+            in_channels=4,
+            out_channels=4,
+            num_layers=2,
+            attention_head_dim=8,
+            num_attention_heads=2,
+            text_embed_dim=TEXT,
+            time_embed_dim=8,
+            condition_dim=4,
+            pos_embed_max_size=8,
+            sample_size=4,
+            rope_axes_dim=(8, 8),
+        ),
+    )

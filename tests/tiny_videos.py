@@ -1,0 +1,186 @@
+"""Stock video pipelines, tiny and randomly initialised, of the real classes: registered as cases of `test_families`."""
+
+from __future__ import annotations
+
+from diffusers import (
+    AutoencoderKLHunyuanVideo,
+    AutoencoderKLLTXVideo,
+    AutoencoderKLMochi,
+    FlowMatchEulerDiscreteScheduler,
+    HunyuanVideoPipeline,
+    HunyuanVideoTransformer3DModel,
+    LTXPipeline,
+    LTXVideoTransformer3DModel,
+    MochiPipeline,
+    MochiTransformer3DModel,
+    UniPCMultistepScheduler,
+    WanImageToVideoPipeline,
+    WanPipeline,
+    WanTransformer3DModel,
+)
+from transformers import LlamaConfig, LlamaModel
+
+from tiny_parts import DECODER, LARGER_PICTURE, TEXT, case, clip, t5, umt5, wan_vae, word_tokenizer
+
+CLIP = {"height": 16, "width": 16, "num_frames": 5}
+
+
+def wan_transformer(in_channels: int = 4) -> WanTransformer3DModel:
+    return WanTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=8,
+        in_channels=in_channels,
+        out_channels=4,
+        text_dim=TEXT,
+        freq_dim=16,
+        ffn_dim=16,
+        num_layers=2,
+        rope_max_seq_len=16,
+    )
+
+
+def unipc() -> UniPCMultistepScheduler:
+    """As Wan ships it."""
+    return UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
+
+
+@case("wan-2.1", call=CLIP | {"max_sequence_length": 8})
+def wan() -> WanPipeline:
+    return WanPipeline(**umt5(), vae=wan_vae(), scheduler=unipc(), transformer=wan_transformer())
+
+
+@case("wan-2.2", call=CLIP | {"max_sequence_length": 8})
+def wan22() -> WanPipeline:
+    """Two transformers, the second for noise levels below 0.8: the third event of four."""
+    return WanPipeline(
+        **umt5(),
+        vae=wan_vae(),
+        scheduler=unipc(),
+        transformer=wan_transformer(),
+        transformer_2=wan_transformer(),
+        boundary_ratio=0.8,
+    )
+
+
+@case("wan-2.2-5b", call=CLIP | {"max_sequence_length": 8})
+def wan5b() -> WanPipeline:
+    """Every token has its own timestep."""
+    return WanPipeline(**umt5(), vae=wan_vae(), scheduler=unipc(), transformer=wan_transformer(), expand_timesteps=True)
+
+
+@case("wan-2.1-i2v", call=CLIP | {"max_sequence_length": 8, "image": LARGER_PICTURE})
+def wan_i2v() -> WanImageToVideoPipeline:
+    return WanImageToVideoPipeline(
+        **umt5(),
+        vae=wan_vae(),
+        scheduler=unipc(),
+        transformer=wan_transformer(in_channels=12),
+    )
+
+
+@case("wan-2.2-5b-i2v", call=CLIP | {"max_sequence_length": 8, "image": LARGER_PICTURE})
+def wan5b_i2v() -> WanImageToVideoPipeline:
+    """The first latent frame is the picture's: it is overwritten before every model call."""
+    return WanImageToVideoPipeline(
+        **umt5(), vae=wan_vae(), scheduler=unipc(), transformer=wan_transformer(), expand_timesteps=True
+    )
+
+
+TEMPLATE = {"template": "{}", "crop_start": 0}
+
+
+@case("hunyuan-video", call=CLIP | {"max_sequence_length": 8, "prompt_template": TEMPLATE})
+@case(
+    "hunyuan-video-true-cfg",
+    call=CLIP | {"max_sequence_length": 8, "prompt_template": TEMPLATE, "true_cfg_scale": 2.0},
+)
+def hunyuan_video() -> HunyuanVideoPipeline:
+    return HunyuanVideoPipeline(
+        text_encoder=LlamaModel(LlamaConfig(**DECODER)),
+        tokenizer=word_tokenizer(),
+        **clip("text_encoder_2", length=77),
+        vae=AutoencoderKLHunyuanVideo(
+            latent_channels=4,
+            down_block_types=("HunyuanVideoDownBlock3D",) * 3,
+            up_block_types=("HunyuanVideoUpBlock3D",) * 3,
+            block_out_channels=(8, 8, 8),
+            layers_per_block=1,
+            norm_num_groups=4,
+            spatial_compression_ratio=4,
+            temporal_compression_ratio=4,
+            mid_block_add_attention=False,
+        ),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
+        transformer=HunyuanVideoTransformer3DModel(
+            in_channels=4,
+            out_channels=4,
+            num_attention_heads=2,
+            attention_head_dim=8,
+            num_layers=1,
+            num_single_layers=1,
+            num_refiner_layers=1,
+            mlp_ratio=1.0,
+            text_embed_dim=TEXT,
+            pooled_projection_dim=8,
+            rope_axes_dim=(2, 2, 4),
+        ),
+    )
+
+
+@case("ltx", call=CLIP | {"height": 32, "width": 32, "max_sequence_length": 8})
+def ltx() -> LTXPipeline:
+    return LTXPipeline(
+        **t5(),
+        vae=AutoencoderKLLTXVideo(
+            latent_channels=4,
+            block_out_channels=(8, 8),
+            decoder_block_out_channels=(8, 8),
+            layers_per_block=(1, 1, 1),
+            decoder_layers_per_block=(1, 1, 1),
+            spatio_temporal_scaling=(True, False),
+            decoder_spatio_temporal_scaling=(True, False),
+            decoder_inject_noise=(False, False, False),
+            downsample_type=("conv", "conv"),
+            upsample_residual=(False, False),
+            upsample_factor=(1, 1),
+            patch_size=4,
+        ),
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift_terminal=0.1),
+        transformer=LTXVideoTransformer3DModel(
+            in_channels=4,
+            out_channels=4,
+            num_attention_heads=2,
+            attention_head_dim=8,
+            cross_attention_dim=16,
+            num_layers=1,
+            caption_channels=TEXT,
+        ),
+    )
+
+
+@case("mochi", call=CLIP | {"num_frames": 7, "max_sequence_length": 16})
+def mochi() -> MochiPipeline:
+    """Its sigmas rise from 0 to 1 and its velocity points to the data."""
+    return MochiPipeline(
+        **t5(),
+        vae=AutoencoderKLMochi(
+            latent_channels=12,
+            encoder_block_out_channels=(32, 32, 32, 32),
+            decoder_block_out_channels=(32, 32, 32, 32),
+            layers_per_block=(1, 1, 1, 1, 1),
+            latents_mean=[0.1] * 12,
+            latents_std=[1.5] * 12,
+        ),
+        scheduler=FlowMatchEulerDiscreteScheduler(invert_sigmas=True),
+        transformer=MochiTransformer3DModel(
+            patch_size=2,
+            num_attention_heads=2,
+            attention_head_dim=8,
+            num_layers=2,
+            pooled_projection_dim=16,
+            in_channels=12,
+            text_embed_dim=TEXT,
+            time_embed_dim=4,
+            max_sequence_length=16,
+        ),
+    )
