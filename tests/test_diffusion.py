@@ -209,12 +209,12 @@ def dtype_drift(policy: DiffusionPolicy) -> None:
     """The stored action was rounded after it was scored."""
     rollout = policy.rollout
 
-    def rounded(batch, observe, *, grad):
+    def rounded(batch, observe, *, grad, entry=None):
         def later(transition):
             object.__setattr__(transition, "action", transition.action.bfloat16().float())
             observe(transition)
 
-        return rollout(batch, later, grad=grad)
+        return rollout(batch, later, grad=grad, entry=entry)
 
     policy.rollout = rounded
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -11,7 +12,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from helpers import PROMPTS, roll
-from onetake.advantages import Advantages, dead_groups
 from onetake.coefficients import Coefficients
 from onetake.execution import Recompute
 from onetake.execution.sampling import RolloutConfig, deal
@@ -217,12 +217,22 @@ def test_window_slides_and_starts_over():
     firsts = [int(events(window, 8, update=update)[0, 0].nonzero()[0]) for update in range(0, 150, 25)]
     assert firsts == [0, 1, 2, 3, 0, 1]  # 7 trainable events hold 4 places
     assert window.first(8, Address(seed=0, stream="train", update=24)) == 0
-    assert (
-        Window(size=2, place="sliding", start=1, until=5, stride=2, interval=1).first(
-            8, Address(seed=9, stream="train", update=1)
-        )
-        == 1 + 2 % 3
-    )
+
+
+def places(window: Window, updates: int, steps: int = 8) -> list[int]:
+    return [window.first(steps, Address(seed=9, stream="train", update=update)) for update in range(updates)]
+
+
+def test_window_strides_and_stays():
+    strided = Window(size=2, place="sliding", start=1, until=6, stride=2, interval=1)
+    assert places(strided, 5) == [1, 3, 1, 3, 1]  # windows 1-2, 3-4; 5-6 would leave the range
+    assert places(strided.model_copy(update={"roll_back": False}), 5) == [1, 3, 3, 3, 3]
+
+
+def test_progressive_window_spends_less_on_later_places():
+    """MixGRPO's decaying strategy: interval·exp(−decay·(place − decay_from)), at least one update."""
+    window = Window(size=4, place="sliding", interval=8, decay=math.log(2), decay_from=1)
+    assert places(window, 24) == [0] * 8 + [1] * 8 + [2] * 4 + [3] * 2 + [0] * 2
 
 
 @pytest.mark.parametrize(("groups", "until"), [(1, 8), (2, 8), (4, 8), (8, 8), (16, 8), (3, 9), (5, None)])
@@ -267,64 +277,6 @@ def test_the_way_out_works():
         least = float(Fraction(fraction=1e-9).problem(steps).rsplit(" ", 1)[1])
         assert Fraction(fraction=least).problem(steps) is None
     assert Single(until=7).problem(8) is Single().problem(2) is Window(size=4, start=3).problem(8) is None
-
-
-# Advantages
-
-REWARDS = torch.tensor([[0.0, 1.0, 1.0, 0.5], [0.1, 0.1, 0.1, 0.1], [2.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
-
-
-@pytest.mark.parametrize("unbiased", [False, True])
-@pytest.mark.parametrize("std", ["group", "global", "none"])
-def test_advantages_in_closed_form(std, unbiased):
-    found = Advantages(std=std, unbiased=unbiased, eps=0.01, clamp=None)(REWARDS.float())
-    assert found.dtype == torch.float64
-    rewards = REWARDS.float().double()
-    everything = rewards.std(correction=int(unbiased))
-    for group, row in zip(found, rewards, strict=True):
-        spread = {"group": row.std(correction=int(unbiased)) + 0.01, "global": everything + 0.01, "none": 1.0}[std]
-        torch.testing.assert_close(group, (row - row.mean()) / spread, rtol=1e-12, atol=1e-12)
-
-
-def test_advantages_are_clamped_both_ways():
-    row = torch.tensor([[1.0] + [0.0] * 99, [0.0] + [1.0] * 99])
-    wide, narrow = (Advantages(clamp=clamp)(row) for clamp in (None, 5.0))
-    assert wide[:, 0].tolist() == pytest.approx([99**0.5, -(99**0.5)], rel=1e-2)
-    assert narrow[:, 0].tolist() == [5, -5]
-    assert torch.equal(narrow[:, 1:], wide[:, 1:])
-
-
-@pytest.mark.parametrize("std", ["group", "global", "none"])
-def test_a_dead_group_is_exactly_zero(std):
-    """Rounding puts the mean of three 0.1s beside 0.1; divided by its own spread, that would be an advantage of −1."""
-    rewards = torch.tensor([[0.1, 0.1, 0.1], [0.0, 0.5, 1.0]], dtype=torch.float64)
-    assert (rewards[0] - rewards[0].mean()).abs().min() > 0
-    found = Advantages(std=std, eps=0.0)(rewards)
-    assert found[0].tolist() == [0, 0, 0]
-    assert found[1, 2] > 0
-    assert dead_groups(rewards).tolist() == [True, False]
-
-
-def test_largest_group_std():
-    rewards = torch.tensor([[0.0, 2.0], [0.0, 8.0]])
-    wanted = torch.tensor([[-1.0, 1.0], [-4.0, 4.0]], dtype=torch.float64) / 4
-    assert torch.equal(Advantages(std="max_group", eps=0)(rewards), wanted)
-
-
-def test_best_and_worst_only():
-    """The advantage is the whole group's; the middle is left out."""
-    rewards = torch.tensor([[0.3, 0.9, 0.1, 0.5, 0.7, 0.2]])
-    found, whole = Advantages(best_of=2)(rewards), Advantages()(rewards)
-    trained = [1, 2, 4, 5]
-    assert found[0].nonzero().flatten().tolist() == trained
-    assert torch.equal(found[0, trained], whole[0, trained])
-    assert Advantages(best_of=3).problem(6) is None
-    assert "use 3 or less" in Advantages(best_of=4).problem(6)
-
-
-def test_one_trajectory_has_no_advantage():
-    with pytest.raises(ValueError, match=r"rollout.group_size: 1 gives no advantage .* use 2 or more"):
-        Advantages()(torch.zeros(3, 1))
 
 
 # Objective

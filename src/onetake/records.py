@@ -52,6 +52,8 @@ class MicroBatch:
     stochastic: Tensor  # (B, T) bool: which transitions are drawn (and trained); the others are ODE steps
     weight: Tensor  # (T,) float64: known factor of each event's gradient (1, or Flash-GRPO's rectification)
     shared_start: bool = False  # all samples of the group start from the same noise
+    first: int = 0  # before this step nothing of the group is stochastic, and its samples are one
+    last: int | None = None  # after this event nothing of the group is stochastic
 
     @property
     def events(self) -> list[int]:
@@ -92,6 +94,14 @@ class Transition:
         return replace(self, mean=self.mean.detach(), log_prob=self.log_prob.detach())
 
 
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """Where a call that does not start from noise begins: before event `index`, at x_index (B, ...)."""
+
+    index: int
+    sample: Tensor
+
+
 @dataclass(kw_only=True)
 class Rollout:
     """The trajectories of one update, micro-batch by micro-batch; rewards and advantages arrive after sampling."""
@@ -122,7 +132,7 @@ class Rollout:
         """Forget the trajectories of `groups`, and free what is kept of them."""
         stay = [i for i, batch in enumerate(self.batches) if batch.group not in groups]
         for column in self._columns():
-            column[:] = [column[i] for i in stay]
+            column[:] = [column[i] for i in stay if i < len(column)]  # parts are shorter until all is scored
 
     def add(self, other: Rollout) -> None:
         """Take in the trajectories of `other`, sampled by the same version of the policy."""

@@ -5,6 +5,7 @@ Each is a pure function of the seed and the update, so every rank draws the same
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Annotated, Literal
 
@@ -63,8 +64,10 @@ class Fraction(Config):
 class Window(Config):
     """`size` contiguous events inside [start, until), the same for all trajectories of an update.
 
-    ``random`` draws the place for each update (Flow-GRPO-Fast); ``sliding`` moves it by `stride` every `interval` updates
-    and starts over at the end (MixGRPO, arXiv 2507.21802: size 4, stride 1, interval 25); ``fixed`` leaves it at `start`.
+    ``random`` draws the place for each update (Flow-GRPO-Fast); ``fixed`` leaves it at `start`. ``sliding`` moves it by
+    `stride` every `interval` updates, so that windows overlap if the stride is below the size, and at the end starts over
+    (`roll_back`) or stays (MixGRPO, arXiv 2507.21802: size 4, stride 1, interval 25). With a `decay` later places get fewer
+    updates, interval·exp(−decay·max(first event − decay_from, 0)), as MixGRPO's public code offers (0.1 from event 13).
     """
 
     kind: Literal["window"] = "window"
@@ -74,6 +77,9 @@ class Window(Config):
     until: int | None = Field(default=None, ge=1)  # None: up to the last trainable event
     stride: int = Field(default=1, ge=1)
     interval: int = Field(default=25, ge=1)
+    roll_back: bool = True
+    decay: float = Field(default=0.0, ge=0)
+    decay_from: int = Field(default=13, ge=0)
 
     def _limit(self, steps: int) -> int:
         return min(self.until or steps - 1, steps - 1)
@@ -96,8 +102,18 @@ class Window(Config):
         if self.place == "random":
             return self.start + int(torch.randint(places, (), generator=choice(address, "window")))
         if self.place == "sliding":
-            return self.start + address.update // self.interval * self.stride % places
+            return self._sliding(range(self.start, self.start + places, self.stride), address.update)
         return self.start
+
+    def _sliding(self, firsts: range, update: int) -> int:
+        """The place whose turn `update` is."""
+        lengths = [
+            max(1, round(self.interval * math.exp(-self.decay * max(first - self.decay_from, 0)))) for first in firsts
+        ]
+        if not self.roll_back and update >= sum(lengths):
+            return firsts[-1]
+        left = update % sum(lengths)
+        return next(f for f, end in zip(firsts, itertools.accumulate(lengths), strict=True) if left < end)
 
     def mask(self, *, groups: int, group_size: int, steps: int, address: Address) -> Tensor:
         first = self.first(steps, address)
@@ -109,10 +125,12 @@ class Window(Config):
 class Single(Config):
     """One event per prompt, shared by its whole group (iso-temporal, Flash-GRPO), stratified over the update's groups.
 
-    ``until`` bounds the range [0, until); by default the first half of the steps, as in the public code.
+    ``until`` bounds the range [0, until); by default the first half of the steps, as in the public code. ``per: sample`` draws
+    an event for each sample instead, so that a group's rewards differ by their event as well: what Flash-GRPO compares with.
     """
 
     kind: Literal["single"] = "single"
+    per: Literal["group", "sample"] = "group"
     until: int | None = Field(default=None, ge=1)
 
     def _range(self, steps: int) -> int:
@@ -126,13 +144,13 @@ class Single(Config):
         )
 
     def mask(self, *, groups: int, group_size: int, steps: int, address: Address) -> Tensor:
+        draws = groups if self.per == "group" else groups * group_size
         random = choice(address, "single")
-        stratum = torch.randperm(groups, generator=random)
-        within = torch.rand(groups, generator=random, dtype=torch.float64)
-        events = ((stratum + within) / groups * self._range(steps)).long()
+        stratum = torch.randperm(draws, generator=random)
+        within = torch.rand(draws, generator=random, dtype=torch.float64)
+        events = ((stratum + within) / draws * self._range(steps)).long().view(groups, -1, 1)
         mask = torch.zeros(groups, group_size, steps, dtype=torch.bool)
-        mask[torch.arange(groups), :, events] = True
-        return mask
+        return mask.scatter(2, events.expand(groups, group_size, 1), True)
 
 
 Selection = Annotated[All | Fraction | Window | Single, Field(discriminator="kind"), NAMED]

@@ -24,6 +24,7 @@ from onetake.execution.preflight import Preflight
 from onetake.policies.adapters import apply_weights
 from onetake.policies.diffusion import load_pipeline
 from onetake.recipe import Recipe
+from onetake.records import Address
 from onetake.report import write
 from onetake.train import Outcome, Watcher, device_of
 from onetake.train import train as train_recipe
@@ -103,11 +104,22 @@ def plan_lines(recipe: Recipe) -> list[str]:
     size = recipe.rollout
     images = recipe.rollouts * size.groups * size.group_size
     rollouts = "" if recipe.updates_per_rollout == 1 else f" on {recipe.rollouts} rollouts"
-    return [
+    events = recipe.selection.mask(
+        groups=1,
+        group_size=size.group_size,
+        steps=recipe.policy.steps,
+        address=Address(seed=recipe.seed, stream="train", update=0),
+    )
+    lines = [
         f"{recipe.updates} updates{rollouts} × {size.groups} prompts × {size.group_size} images = {images:,} images, "
-        f"{recipe.policy.steps} steps each",
+        f"{recipe.policy.steps} steps each, {int(events[0, 0].sum())} of them trained; micro-batches of {size.micro_batch}",
         f"trained: {recipe.policy.trainable.kind}; events: {recipe.selection.kind}; execution: {recipe.execution}",
     ]
+    if recipe.updates_per_rollout == 1:
+        lines.append(
+            "one update per rollout: the ratio is always exactly 1 and nothing is clipped; step_norm and grad_norm show learning"
+        )
+    return lines
 
 
 def closing_lines(outcome: Outcome) -> list[str]:
@@ -197,7 +209,7 @@ def _watcher(recipe: Recipe, say: Callable[[str], None], show: Callable[[str, in
         say(f"pre-flight: events {found.events} re-scored by {found.way}: equal latents and velocities, ratio 1{error}")
         for model in found.unreached:
             say(f"pre-flight: no event of the first update runs {model}, so nothing is known of its gradient")
-        say(f"{recipe.objective.limit(found.dims)}; on the first update of a rollout the ratio is exactly 1")
+        say(recipe.objective.limit(found.dims))
 
     def update(columns: dict) -> None:
         short = {"sampling_s": "sample", "reward_s": "score", "backward_s": "backward"}

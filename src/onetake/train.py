@@ -162,7 +162,7 @@ class Run:
             self.checkpoint(held_out)
 
     def sample(self, batches: list[MicroBatch], clock: Stopwatch) -> Rollout:
-        with clock.phase("sampling"):
+        with self.phase(clock, "sampling"):
             decoding, trained = self.policy.decode_seconds, self.policy.trained_forwards
             rollout = sample(self.policy, self.execution, batches)
             decoding = self.policy.decode_seconds - decoding
@@ -172,8 +172,22 @@ class Run:
         return rollout
 
     def score(self, rollout: Rollout, clock: Stopwatch) -> None:
-        with clock.phase("reward"):
+        with self.phase(clock, "reward"):
             score(rollout, self.task.rewards, self.recipe.advantages, self.execution.kl)
+
+    @contextmanager
+    def phase(self, clock: Stopwatch, name: str) -> Iterator[None]:
+        """Time a phase, and say which one it was if the memory ran out."""
+        try:
+            with clock.phase(name):
+                yield
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            recipe, size = self.recipe, self.recipe.rollout.micro_batch
+            raise ValueError(
+                f"out of memory in phase {name} of update {self.update + 1} (execution: {recipe.execution}, "
+                f"rollout.micro_batch: {size}). What needs less: a smaller rollout.micro_batch, execution: reweight, "
+                f"policy.gradient_checkpointing: true; the last checkpoint stands. ({error})"
+            ) from error
 
     def dead(self, rollout: Rollout) -> set[int]:
         """Groups whose advantages are all zero."""
@@ -183,11 +197,11 @@ class Run:
     def one_update(self, rollout: Rollout, execution: Execution, clock: Stopwatch, sampled: dict[str, Any]) -> None:
         assert rollout.advantages is not None
         coefficients = Coefficients(self.recipe.objective, rollout)
-        with clock.phase("backward"):
+        with self.phase(clock, "backward"):
             execution.accumulate(self.policy, rollout, coefficients)
         if self.policy.version == rollout.version:
             drifted(coefficients.shift, rollout.transitions[0][0].dims)
-        with clock.phase("optimizer"):
+        with self.phase(clock, "optimizer"):
             live = bool(rollout.advantages.any())  # momentum would move the weights even on a zero gradient
             stepped = self.optimizer.step(self.update) if live else self.optimizer.skip()
         self.update += 1

@@ -6,7 +6,7 @@ element by element, on unchanged weights, for every event that the first update 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from onetake.execution.recompute import Recompute
 from onetake.execution.sampling import sample
 from onetake.objectives import Objective
 from onetake.policies import Policy, trainable
-from onetake.records import MicroBatch, Rollout, Transition
+from onetake.records import Entry, MicroBatch, Rollout, Transition
 
 GRADIENT_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Relative L2 that rounding may put between executions, by the coarsest dtype the model computes in. A gradient given to the
@@ -50,9 +50,10 @@ def preflight(policy: Policy, execution: Execution, objective: Objective, batche
     Raises PreflightError naming the cause: another velocity, latent or log_prob at re-scoring, a trainable tensor without a
     finite gradient, or an execution whose gradient is not the native one.
     """
-    chosen = _covering(batches)
+    chosen = [replace(batch, first=0) for batch in _covering(batches)]
     rollout = sample(policy, execution, chosen)
     policy.way = _choose_way(policy, rollout)
+    _check_shared_prefix(policy, rollout, batches)
     rollout.advantages = _alternating(rollout)
     execution.accumulate(policy, rollout, Coefficients(objective, rollout))
     unreached = _unreached(policy)
@@ -135,6 +136,25 @@ def _first_difference(policy: Policy, rollout: Rollout) -> str | None:
             if cause is not None:
                 return f"event {old.index} of group {batch.group} ({batch.prompt!r}): {cause}"
     return None
+
+
+def _check_shared_prefix(policy: Policy, rollout: Rollout, batches: list[MicroBatch]) -> None:
+    """A rollout that begins where a group's samples part must be the whole one's continuation. One micro-batch is tried."""
+    first_of = {batch.group: batch.first for batch in batches if batch.first}
+    for batch, transitions in zip(rollout.batches, rollout.transitions, strict=True):
+        first = first_of.get(batch.group)
+        if first is None or transitions[0].index != first:
+            continue
+        again: list[Transition] = []
+        policy.rollout(batch, again.append, grad=False, entry=Entry(index=first, sample=transitions[0].sample))
+        for old, new in zip(transitions, again, strict=True):
+            cause = _difference(old, new)
+            if cause is not None:
+                raise PreflightError(
+                    f"the steps before event {first} cannot be computed once for the group: a call that begins there differs "
+                    f"at event {old.index}: {cause}. Use rollout.share_prefix: false"
+                )
+        return
 
 
 def _difference(old: Transition, new: Transition) -> str | None:

@@ -25,6 +25,10 @@ class RolloutConfig(Config):
     group_size: int = Field(default=24, ge=1, description="G, trajectories per prompt")
     micro_batch: int = Field(default=24, ge=1, description="B, trajectories sampled by one call; divides group_size")
     shared_start: bool = Field(default=False, description="all samples of a group start from the same noise")
+    share_prefix: bool = Field(
+        default=True,
+        description="with shared_start, steps before a group's first event are computed once for the group",
+    )
     resample: int = Field(
         default=0, ge=0, description="times that groups with equal rewards are drawn again with other prompts"
     )
@@ -57,6 +61,7 @@ def deal(
     chosen = prompt_indices(address.seed, address.update, config.groups, len(prompts))
     batches = []
     for group, prompt_index in enumerate(chosen):
+        events = masks[group].any(0).nonzero().flatten().tolist()
         for first in range(0, config.group_size, config.micro_batch):
             samples = tuple(range(first, first + config.micro_batch))
             batches.append(
@@ -69,6 +74,8 @@ def deal(
                     stochastic=masks[group, list(samples)],
                     weight=weights,
                     shared_start=config.shared_start,
+                    first=events[0] if config.shared_start and config.share_prefix else 0,
+                    last=events[-1],
                 )
             )
     return batches
@@ -88,9 +95,15 @@ def redeal(batches: list[MicroBatch], groups: set[int], prompts: list[str], atte
 
 
 def sample(policy: Policy, execution: Execution, batches: list[MicroBatch]) -> Rollout:
-    """Run every micro-batch; the execution sees each event with its graph, the rollout keeps it without."""
+    """Run every micro-batch; the execution sees each event with its graph, the rollout keeps it without.
+
+    What a group's samples share, the steps before its first event, is computed once (for micro-batches dealt in a row).
+    """
     rollout = Rollout(batches=[], transitions=[], outputs=[], kept=[], version=policy.version)
+    entry, entered = None, None
     for batch in batches:
+        if batch.group != entered:
+            entry, entered = policy.prefix(batch) if batch.first else None, batch.group
         events: list[Transition] = []
         with execution.observing(policy, batch) as (observe, kept):
 
@@ -101,7 +114,7 @@ def sample(policy: Policy, execution: Execution, batches: list[MicroBatch]) -> R
                 observe(transition)
                 events.append(transition.detached())  # noqa: B023
 
-            rollout.outputs.append(policy.rollout(batch, record, grad=execution.grad))
+            rollout.outputs.append(policy.rollout(batch, record, grad=execution.grad, entry=entry))
         rollout.batches.append(batch)
         rollout.transitions.append(events)
         rollout.kept.append(kept)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from onetake.records import MicroBatch, Transition
+from onetake.records import Entry, MicroBatch, Transition
 from onetake.transitions import Kernel
 
 Observer = Callable[[Transition], None]
@@ -41,8 +41,12 @@ class Policy(Protocol):
         """(T+1) noise levels of the schedule, falling to 0."""
         ...
 
-    def rollout(self, batch: MicroBatch, observe: Observer, *, grad: bool) -> Tensor:
-        """Sample the micro-batch and return what the reward sees (B, ...).
+    def prefix(self, batch: MicroBatch) -> Entry:
+        """x (1, ...) before the group's first stochastic event, which all samples share when they share their start."""
+        ...
+
+    def rollout(self, batch: MicroBatch, observe: Observer, *, grad: bool, entry: Entry | None = None) -> Tensor:
+        """Sample the micro-batch, all of it or from `entry` on, and return what the reward sees (B, ...).
 
         `observe` is called right after each stochastic event; with `grad` its log_prob carries the event's own graph
         (the next sample is detached), and every other step runs without gradients.

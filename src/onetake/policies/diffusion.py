@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -22,8 +23,9 @@ from onetake.policies import Observer
 from onetake.policies.adapters import Lora, Trainable, adapters_off
 from onetake.policies.episode import Episode
 from onetake.policies.families import embed, family_of, refuse, transformers_of
+from onetake.policies.finish import DpmSolver, Euler, Finish
 from onetake.policies.scheduler import Finished, RolloutScheduler
-from onetake.records import Config, MicroBatch, Transition
+from onetake.records import Config, Entry, MicroBatch, Transition
 from onetake.transitions import Flow, Kernel, StochasticKernel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -35,6 +37,7 @@ class PolicyConfig(Config):
     pipeline: str = Field(default="shapes", description="a diffusers folder, or the name of a built-in base")
     kernel: StochasticKernel = Flow()
     steps: int = Field(default=8, ge=2, description="T, denoising steps of a rollout and of an evaluation")
+    finish: Finish = Euler()
     guidance: float = Field(default=1.0, ge=1.0, description="classifier-free guidance; 1 is off")
     negative_prompt: str = ""
     call: dict[str, Any] = Field(default_factory=dict, description="further arguments of the pipeline's call")
@@ -88,6 +91,7 @@ class DiffusionPolicy:
         negative_prompt: str = "",
         call: dict[str, Any] | None = None,
         output_type: str = "pt",
+        finish: DpmSolver | None = None,
         frozen: dict[str, nn.Module] | None = None,
     ) -> None:
         """`frozen` holds the reference's transformers; without it, the reference is the transformers with adapters off.
@@ -119,6 +123,7 @@ class DiffusionPolicy:
         # A second pipeline over the same modules: the reference is asked in the middle of a rollout, whose scheduler is busy
         self._reference_pipe = copy.copy(pipe)
         self._reference_pipe.scheduler = RolloutScheduler.replacing(shipped)
+        self.scheduler.finish = self._reference_pipe.scheduler.finish = finish
         self._frozen = frozen
         for name, module in (frozen or {}).items():
             setattr(self._reference_pipe, name, module.requires_grad_(False))
@@ -149,6 +154,7 @@ class DiffusionPolicy:
             guidance=config.guidance,
             negative_prompt=config.negative_prompt,
             call=config.call,
+            finish=config.finish if isinstance(config.finish, DpmSolver) else None,
             frozen=frozen,
         )
 
@@ -224,14 +230,19 @@ class DiffusionPolicy:
             except Finished:
                 return None
 
-    def rollout(self, batch: MicroBatch, observe: Observer, *, grad: bool) -> Tensor:
-        episode = Episode(batch=batch, kernel=self.kernel, observe=observe, grad=grad)
-        arguments = self._arguments([batch.prompt] * len(batch.samples), start_generators(batch))
-        with self.scheduler.playing(episode):
-            outputs = self._call_pipeline(self.pipe, arguments)
+    def rollout(self, batch: MicroBatch, observe: Observer, *, grad: bool, entry: Entry | None = None) -> Tensor:
+        episode = Episode(batch=batch, kernel=self.kernel, observe=observe, grad=grad, entry=entry)
+        outputs = self._play(self.pipe, episode)
         self.decode_seconds += time.perf_counter() - self.scheduler.last_step_at
         assert outputs is not None
         return outputs
+
+    def prefix(self, batch: MicroBatch) -> Entry:
+        one = replace(batch, samples=batch.samples[:1], stochastic=batch.stochastic[:1])
+        episode = Episode(batch=one, kernel=self.kernel, observe=lambda event: None, grad=False, stop=batch.first)
+        self._play(self.pipe, episode)
+        assert episode.reached is not None
+        return Entry(index=batch.first, sample=episode.reached)
 
     def score(self, batch: MicroBatch, old: Transition) -> Transition:
         return self._replay(self.pipe, batch, old, grad=True)
@@ -242,18 +253,24 @@ class DiffusionPolicy:
 
     def _replay(self, pipe: DiffusionPipeline, batch: MicroBatch, old: Transition, *, grad: bool) -> Transition:
         scored: list[Transition] = []
-        episode = Episode(batch=batch, kernel=self.kernel, observe=scored.append, grad=grad, replay=old)
+        self._play(pipe, Episode(batch=batch, kernel=self.kernel, observe=scored.append, grad=grad, replay=old))
+        return scored[0]
+
+    def _play(self, pipe: DiffusionPipeline, episode: Episode) -> Tensor | None:
+        """One call of `pipe`, from where the episode begins; None if it ended before the decoding."""
+        batch, begin = episode.batch, episode.begin
         arguments = self._arguments([batch.prompt] * len(batch.samples), start_generators(batch))
-        if self.way == "tail":
-            arguments["latents"] = old.sample.clone()
-        skippable = self._skippable(pipe) if self.way == "fast_forward" else nullcontext()
+        skippable = nullcontext()
+        if begin is not None and self.way == "tail":
+            arguments["latents"] = begin.sample.expand(len(batch.samples), *begin.sample.shape[1:]).clone()
+        elif begin is not None:
+            skippable = self._skippable(pipe)
         outer, self._active = self._active, pipe.scheduler
         try:
             with pipe.scheduler.playing(episode, self.way), skippable:
-                self._call_pipeline(pipe, arguments)
+                return self._call_pipeline(pipe, arguments)
         finally:
             self._active = outer
-        return scored[0]
 
     @contextmanager
     def _skippable(self, pipe: DiffusionPipeline) -> Iterator[None]:

@@ -10,19 +10,27 @@ from torch import Tensor
 
 from onetake.noise import transition_noise
 from onetake.policies import Observer
-from onetake.records import MicroBatch, Transition
+from onetake.records import Entry, MicroBatch, Transition
 from onetake.transitions import Kernel, Ode, log_prob, mean_std
 
 
 @dataclass(kw_only=True)
 class Episode:
-    """The sampling of one micro-batch, or the re-scoring of one of its events (`replay`)."""
+    """The sampling of one micro-batch, whole or from an `entry` or up to a `stop`; or the re-scoring of one event (`replay`)."""
 
     batch: MicroBatch
     kernel: Kernel
     observe: Observer
     grad: bool
     replay: Transition | None = None
+    entry: Entry | None = None
+    stop: int | None = None  # the call ends before this event
+    reached: Tensor | None = None  # the sample there
+
+    @property
+    def begin(self) -> Entry | None:
+        """Where the call begins, if not at the start."""
+        return self.entry if self.replay is None else Entry(index=self.replay.index, sample=self.replay.sample)
 
     def stochastic(self, index: int) -> bool:
         """Whether any trajectory draws (and trains) event `index` in this call."""

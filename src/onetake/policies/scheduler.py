@@ -24,6 +24,7 @@ from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchE
 from torch import Tensor
 
 from onetake.policies.episode import Episode
+from onetake.policies.finish import DpmSolver
 
 
 class Finished(Exception):
@@ -33,10 +34,14 @@ class Finished(Exception):
 class RolloutScheduler(FlowMatchEulerDiscreteScheduler):
     """Plays an `Episode`: stochastic events through its kernel, all other steps through the parent's own `step`.
 
-    Re-scoring event k is the caller's own call once more, by one of two ways. ``tail``: the call starts from x_k with the
-    rest of the schedule. ``fast_forward``: the call starts as ever, the model is skipped before k (see
+    A call that begins at event k is the caller's own call once more, by one of two ways. ``tail``: the call starts from x_k
+    with the rest of the schedule. ``fast_forward``: the call starts as ever, the model is skipped before k (see
     `DiffusionPolicy`), and the step before k hands out x_k; it is right even where guidance depends on the index.
+
+    With `finish`, the steps after a group's last stochastic event are DPM-Solver++'s, on a part of the schedule.
     """
+
+    finish: DpmSolver | None = None
 
     _episode: Episode | None = None
     _way = "tail"
@@ -116,10 +121,16 @@ class RolloutScheduler(FlowMatchEulerDiscreteScheduler):
             )
         if self._schedule_only:
             raise Finished
-        self._offset = 0
+        self._offset, self._solver = 0, None
         if self._episode is not None:
-            if self._episode.replay is not None and self._way == "tail":
-                self._offset = self._episode.replay.index
+            if self.finish is not None and self._episode.batch.last is not None:
+                self._solver_from = self._episode.batch.last + 1
+                kept = self.finish.kept(self._solver_from, len(self.timesteps))
+                self._solver = self.finish.solver([self.grid[i] for i in kept], self.timesteps[kept[:-1]])
+                whole = [*range(self._solver_from), *kept]
+                self.timesteps, self.sigmas = self.timesteps[whole[:-1]], self.sigmas[whole]
+            if self._episode.begin is not None and self._way == "tail":
+                self._offset = self._episode.begin.index
                 self.timesteps, self.sigmas = self.timesteps[self._offset :], self.sigmas[self._offset :]
             self._set_grad_for(self.upcoming)
 
@@ -139,14 +150,15 @@ class RolloutScheduler(FlowMatchEulerDiscreteScheduler):
 
     @property
     def skipping(self) -> bool:
-        """Whether the next model call's answer will be thrown away (fast-forward towards the replayed event)."""
-        replay = self._episode.replay if self._episode is not None else None
-        return replay is not None and self.upcoming < replay.index
+        """Whether the next model call's answer will be thrown away (fast-forward to where the call begins)."""
+        begin = self._episode.begin if self._episode is not None else None
+        return begin is not None and self.upcoming < begin.index
 
     def _set_grad_for(self, index: int) -> None:
         """Grad mode for the next model call; the pipeline runs inside a no_grad block, which restores the caller's."""
         assert self._episode is not None
-        torch.set_grad_enabled(index < len(self.grid) - 1 and self._episode.wants_grad(index))
+        steps = self._offset + len(self.timesteps)
+        torch.set_grad_enabled(index < steps and self._episode.wants_grad(index))
 
     def step(
         self,
@@ -163,19 +175,25 @@ class RolloutScheduler(FlowMatchEulerDiscreteScheduler):
         if self.step_index is None:
             self._init_step_index(timestep)
         index = self.upcoming
+        velocity = -model_output if self.config.invert_sigmas else model_output  # ours is ε − x₀, its is x₀ − ε
         if episode.stochastic(index):
-            velocity = -model_output if self.config.invert_sigmas else model_output  # ours is ε − x₀, its is x₀ − ε
             following = episode.transition(index, sample, velocity, self.grid)
             if episode.replay is not None:
                 raise Finished
             self._step_index += 1
         elif self.skipping:
-            assert episode.replay is not None
-            following = episode.replay.sample.clone() if index + 1 == episode.replay.index else sample
+            assert episode.begin is not None
+            following = episode.begin.sample.clone() if index + 1 == episode.begin.index else sample
+            self._step_index += 1
+        elif self._solver is not None and index >= self._solver_from:
+            following = self._solver.step(velocity, timestep, sample, return_dict=False)[0].to(sample.dtype)
             self._step_index += 1
         else:
             following = super().step(model_output, timestep, sample, *args, return_dict=False, **kwargs)[0]
             following = following.to(sample.dtype)
+        if index + 1 == episode.stop:
+            episode.reached = following
+            raise Finished
         self._set_grad_for(index + 1)
         self.last_step_at = time.perf_counter()
         return FlowMatchEulerDiscreteSchedulerOutput(prev_sample=following) if return_dict else (following,)

@@ -5,13 +5,15 @@ It exists so that every claim can be checked in float64 against plain autograd, 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
 from onetake.noise import generator, start_generators
 from onetake.policies import Observer
 from onetake.policies.episode import Episode
-from onetake.records import MicroBatch, Transition
+from onetake.records import Entry, MicroBatch, Transition
 from onetake.transitions import Kernel
 
 
@@ -58,10 +60,22 @@ class ToyPolicy:
         self.trained_forwards += len(x) * torch.is_grad_enabled()
         return module(x, self.sigmas[index], batch.prompt_index)
 
-    def rollout(self, batch: MicroBatch, observe: Observer, *, grad: bool) -> Tensor:
-        episode = Episode(batch=batch, kernel=self.kernel, observe=observe, grad=grad)
-        x = torch.stack([torch.randn(self.dims, generator=g, dtype=torch.float64) for g in start_generators(batch)])
-        for k in range(len(self.sigmas) - 1):
+    def rollout(self, batch: MicroBatch, observe: Observer, *, grad: bool, entry: Entry | None = None) -> Tensor:
+        episode = Episode(batch=batch, kernel=self.kernel, observe=observe, grad=grad, entry=entry)
+        return self._steps(episode, len(self.sigmas) - 1)
+
+    def prefix(self, batch: MicroBatch) -> Entry:
+        one = replace(batch, samples=batch.samples[:1], stochastic=batch.stochastic[:1])
+        episode = Episode(batch=one, kernel=self.kernel, observe=lambda event: None, grad=False)
+        return Entry(index=batch.first, sample=self._steps(episode, batch.first))
+
+    def _steps(self, episode: Episode, stop: int) -> Tensor:
+        batch, entry = episode.batch, episode.entry
+        if entry is None:
+            x = torch.stack([torch.randn(self.dims, generator=g, dtype=torch.float64) for g in start_generators(batch)])
+        else:
+            x = entry.sample.expand(len(batch.samples), self.dims)
+        for k in range(0 if entry is None else entry.index, stop):
             with torch.set_grad_enabled(episode.wants_grad(k)):
                 velocity = self._velocity(self.module, x, k, batch)
                 if episode.stochastic(k):
