@@ -241,7 +241,7 @@ def test_problems_are_told_together(tmp_path):
         "rollout.micro_batch: 4 does not divide group_size: 1, so samples would be dropped; sizes that work: 1",
         "selection.until: 8 exceeds the 7 trainable events of policy.steps: 8",
         f"policy.pipeline: '{tmp_path}' is neither a built-in base (shapes) nor a diffusers folder "
-        "(one with a model_index.json)",
+        "(one with a model_index.json), nor written like a hub repository (owner/name)",
         "updates: 5 is not a multiple of updates_per_rollout: 3, so the last rollout would be dropped half-used; "
         "3 or 6 works",
     ]
@@ -285,8 +285,8 @@ def test_rewards_that_cannot_be_loaded(name):
         load_reward(name)
 
 
-def test_pipeline_folder(pipeline):
+def test_pipeline_source(pipeline):
     """A built-in base by its name, anything else by its path."""
     recipe = config.load("", [pipeline])
-    assert recipe.pipeline_folder == Path(pipeline.partition("=")[2])
-    assert Recipe().pipeline_folder.parts[-3:] == ("tasks", "shapes", "base")
+    assert recipe.pipeline_source == pipeline.partition("=")[2]
+    assert Path(Recipe().pipeline_source).parts[-3:] == ("tasks", "shapes", "base")

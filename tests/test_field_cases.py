@@ -36,7 +36,12 @@ def recipe_text(tmp_path_factory) -> str:
     return yaml.safe_dump(
         {
             "task": task,
-            "policy": {"pipeline": pipeline, "steps": 3, "call": {"max_sequence_length": 8}, "trainable": {"kind": "lora", "rank": 2}},
+            "policy": {
+                "pipeline": pipeline,
+                "steps": 3,
+                "call": {"max_sequence_length": 8},
+                "trainable": {"kind": "lora", "rank": 2},
+            },
             "rollout": {"groups": 2, "group_size": 4, "micro_batch": 2},
             "optimizer": {"learning_rate": 0.02},
             "evaluation": {"every": 50, "samples": 2},

@@ -119,7 +119,7 @@ def test_with_ema_resumed_equals_uninterrupted_and_evaluations_use_the_average(r
         config.load(recipe_file.read_text()),
         Checkpoints(tmp_path / "whole" / "checkpoints", CheckpointConfig()),
     )
-    pipe = load_pipeline(recipe.pipeline_folder)
+    pipe = load_pipeline(recipe.pipeline_source, recipe.policy)
     recipe.policy.trainable.attach(pipe, recipe.seed)
     recipe.policy.trainable.load(pipe, session.latest(print).evaluated)
     policy = DiffusionPolicy(pipe, kernel=recipe.policy.kernel, steps=3, call=recipe.policy.call)

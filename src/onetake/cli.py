@@ -72,7 +72,7 @@ def verify(recipe: RecipeArgument = DEFAULT_RECIPE, overrides: SetOption = None)
     with _errors_in_one_place():
         loaded = config.load(config.recipe_text(recipe), overrides)
         policy = DiffusionPolicy.from_config(
-            loaded.policy, loaded.pipeline_folder, loaded.seed, with_reference=loaded.penalty is not None
+            loaded.policy, loaded.pipeline_source, loaded.seed, with_reference=loaded.penalty is not None
         )
         policy.pipe.to(device_of(loaded))
         count = sum(p.numel() for p in trainable(policy).values())

@@ -26,6 +26,7 @@ class EvaluationConfig(Config):
     prompts: int = Field(
         default=56, ge=1, description="held-out prompts, evenly spaced over the list; fewer if there are fewer"
     )
+    steps: int | None = Field(default=None, ge=1, description="denoising steps; None takes policy.steps")
     samples: int = Field(default=4, ge=1, description="images of each prompt; diversity needs 2")
 
 
@@ -79,7 +80,7 @@ def evaluate(policy: Policy, task: Task, config: EvaluationConfig, *, seed: int)
     start = time.perf_counter()
     calls, forwards = policy.calls, policy.forwards
     address = Address(seed=seed, stream="evaluation", update=0)
-    steps = len(policy.sigmas) - 1
+    steps = config.steps or len(policy.sigmas) - 1
     prompts: list[str] = []
     images: list[Tensor] = []
     parts: list[dict[str, Tensor]] = []

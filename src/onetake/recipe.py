@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -45,8 +46,9 @@ class Recipe(Config):
     out: Path | None = Field(default=None, description="run folder; by default the next free runs/<recipe>-NNN")
 
     @property
-    def pipeline_folder(self) -> Path:
-        return BASES.get(self.policy.pipeline, Path(self.policy.pipeline))
+    def pipeline_source(self) -> str:
+        """What diffusers loads: a folder, or the name of a repository on the Hugging Face hub."""
+        return str(BASES.get(self.policy.pipeline, self.policy.pipeline))
 
     @property
     def penalty(self) -> Kl | None:
@@ -67,10 +69,12 @@ class Recipe(Config):
             self.kl.problem(),
         ]
         found += [problem for problem in checked if problem]
-        if not (self.pipeline_folder / "model_index.json").is_file():
+        source = self.pipeline_source
+        on_the_hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source) and not Path(source).exists()
+        if not on_the_hub and not (Path(source) / "model_index.json").is_file():
             found.append(
                 f"policy.pipeline: {self.policy.pipeline!r} is neither a built-in base ({', '.join(BASES)}) nor a diffusers "
-                "folder (one with a model_index.json)"
+                "folder (one with a model_index.json), nor written like a hub repository (owner/name)"
             )
         if self.updates % self.updates_per_rollout:
             lower = self.rollouts * self.updates_per_rollout

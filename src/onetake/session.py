@@ -145,7 +145,7 @@ def draw(checkpoint: Path, prompts: list[str], out: Path, *, images: int, seed: 
     """PNG files of `prompts` by the plain pipeline with a checkpoint's weights. Raises ValueError if it is no checkpoint."""
     found = find_checkpoint(checkpoint)
     recipe = config.load((found.folder / "config.yaml").read_text())
-    pipe = load_pipeline(recipe.pipeline_folder, recipe.policy.dtype)
+    pipe = load_pipeline(recipe.pipeline_source, recipe.policy)
     apply_weights(pipe, found.evaluated)
     pipe.to(device_of(recipe))
     out.mkdir(parents=True, exist_ok=True)
@@ -154,7 +154,7 @@ def draw(checkpoint: Path, prompts: list[str], out: Path, *, images: int, seed: 
         drawn = pipe.__call__(
             prompt,
             num_images_per_prompt=images,
-            num_inference_steps=recipe.policy.steps,
+            num_inference_steps=recipe.evaluation.steps or recipe.policy.steps,
             guidance_scale=recipe.policy.guidance,
             negative_prompt=recipe.policy.negative_prompt,
             generator=[torch.Generator().manual_seed(seed + i) for i in range(images)],

@@ -85,7 +85,7 @@ class Run:
         keep_freed_memory()
         self.task: Task = recipe.task.load()
         self.policy = DiffusionPolicy.from_config(
-            recipe.policy, recipe.pipeline_folder, recipe.seed, with_reference=recipe.penalty is not None
+            recipe.policy, recipe.pipeline_source, recipe.seed, with_reference=recipe.penalty is not None
         )
         self.policy.pipe.to(device_of(recipe))
         self.execution: Execution = EXECUTIONS[recipe.execution](recipe.penalty)

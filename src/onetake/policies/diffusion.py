@@ -41,6 +41,9 @@ class PolicyConfig(Config):
     guidance: float = Field(default=1.0, ge=1.0, description="classifier-free guidance; 1 is off")
     negative_prompt: str = ""
     call: dict[str, Any] = Field(default_factory=dict, description="further arguments of the pipeline's call")
+    scheduler: dict[str, Any] = Field(
+        default_factory=dict, description="values of the pipeline's scheduler to replace, such as shift"
+    )
     dtype: Literal["float32", "bfloat16"] = "float32"
     trainable: Trainable = Lora()
     gradient_checkpointing: bool = False
@@ -65,12 +68,23 @@ class PolicyConfig(Config):
         return found
 
 
-def load_pipeline(folder: Path, dtype: str = "float32") -> DiffusionPipeline:
-    """Load a diffusers folder. Raises ValueError, in the recipe's words, if there is none."""
-    if not (folder / "model_index.json").is_file():
-        raise ValueError(f"policy.pipeline: {folder} is not a diffusers pipeline folder (it has no model_index.json)")
+def load_pipeline(source: str, config: PolicyConfig) -> DiffusionPipeline:
+    """Load a diffusers folder or hub repository, its scheduler changed as `config` says. Raises ValueError if it cannot be."""
     disable_progress_bar()  # of loading; ours is the only bar
-    pipe = DiffusionPipeline.from_pretrained(folder, dtype=DTYPES[dtype])
+    try:
+        pipe = DiffusionPipeline.from_pretrained(source, dtype=DTYPES[config.dtype])
+    except OSError as error:
+        raise ValueError(
+            f"policy.pipeline: {source!r} is not a folder here, and could not be loaded as a hub repository: {error}"
+        ) from error
+    unknown = [key for key in config.scheduler if key not in pipe.scheduler.config]
+    if unknown:
+        known = ", ".join(key for key in pipe.scheduler.config if not key.startswith("_"))
+        raise ValueError(
+            f"policy.scheduler.{unknown[0]}: {type(pipe.scheduler).__name__} has no such value; it has {known}"
+        )
+    if config.scheduler:
+        pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, **config.scheduler)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -134,13 +148,13 @@ class DiffusionPolicy:
 
     @classmethod
     def from_config(
-        cls, config: PolicyConfig, folder: Path, seed: int, *, with_reference: bool = False
+        cls, config: PolicyConfig, source: str, seed: int, *, with_reference: bool = False
     ) -> DiffusionPolicy:
-        """Load the pipeline of `folder`, attach the trainable weights, and wrap it.
+        """Load the pipeline of `source`, attach the trainable weights, and wrap it.
 
         `with_reference` keeps a frozen copy of the transformer where adapters cannot simply be switched off.
         """
-        pipe = load_pipeline(folder, config.dtype)
+        pipe = load_pipeline(source, config)
         models = transformers_of(pipe)
         frozen = copy.deepcopy(models) if with_reference and config.trainable.kind == "full" else None
         config.trainable.attach(pipe, seed)
@@ -166,7 +180,7 @@ class DiffusionPolicy:
     def sigmas(self) -> list[float]:
         if self._sigmas is None:
             with self.scheduler.schedule_only():
-                self._call_pipeline(self.pipe, self._arguments([""], [torch.Generator()]))
+                self._call_pipeline(self.pipe, self._arguments([""], [torch.Generator()], self._steps))
             self._sigmas = self.scheduler.grid
         return self._sigmas
 
@@ -208,11 +222,11 @@ class DiffusionPolicy:
         asked = {family.guidance: self._guidance, **self._call_arguments}
         return asked.get(family.negative, 1.0) > 1
 
-    def _arguments(self, prompts: list[str], generators: list[torch.Generator]) -> dict[str, Any]:
+    def _arguments(self, prompts: list[str], generators: list[torch.Generator], steps: int) -> dict[str, Any]:
         return {
             **self._prompt_arguments(prompts[0], len(prompts)),
             "generator": generators,
-            "num_inference_steps": self._steps,
+            "num_inference_steps": steps,
             self._family.guidance: self._guidance,
             "output_type": self._output_type,
             "return_dict": False,
@@ -259,7 +273,9 @@ class DiffusionPolicy:
     def _play(self, pipe: DiffusionPipeline, episode: Episode) -> Tensor | None:
         """One call of `pipe`, from where the episode begins; None if it ended before the decoding."""
         batch, begin = episode.batch, episode.begin
-        arguments = self._arguments([batch.prompt] * len(batch.samples), start_generators(batch))
+        arguments = self._arguments(
+            [batch.prompt] * len(batch.samples), start_generators(batch), batch.stochastic.shape[1]
+        )
         skippable = nullcontext()
         if begin is not None and self.way == "tail":
             arguments["latents"] = begin.sample.expand(len(batch.samples), *begin.sample.shape[1:]).clone()
