@@ -158,7 +158,11 @@ def gemma() -> dict[str, Any]:
     return {"text_encoder": Gemma2Model(Gemma2Config(**DECODER, head_dim=8)), "tokenizer": word_tokenizer()}
 
 
-@case("sana", call={"height": 32, "width": 32, "max_sequence_length": 8, "complex_human_instruction": None})
+@case(
+    "sana",
+    call={"height": 32, "width": 32, "max_sequence_length": 8, "complex_human_instruction": None},
+    reweight=3e-5,  # the gradients of the text's keys cancel; in float64 the error is 5e-8
+)
 def sana() -> SanaPipeline:
     return SanaPipeline(
         **gemma(),

@@ -68,7 +68,7 @@ def wan5b() -> WanPipeline:
     return WanPipeline(**umt5(), vae=wan_vae(), scheduler=unipc(), transformer=wan_transformer(), expand_timesteps=True)
 
 
-@case("wan-2.1-i2v", call=CLIP | {"max_sequence_length": 8, "image": LARGER_PICTURE})
+@case("wan-2.1-i2v", call=CLIP | {"max_sequence_length": 8, "image": LARGER_PICTURE}, needs=("ftfy",))
 def wan_i2v() -> WanImageToVideoPipeline:
     return WanImageToVideoPipeline(
         **umt5(),
@@ -78,7 +78,7 @@ def wan_i2v() -> WanImageToVideoPipeline:
     )
 
 
-@case("wan-2.2-5b-i2v", call=CLIP | {"max_sequence_length": 8, "image": LARGER_PICTURE})
+@case("wan-2.2-5b-i2v", call=CLIP | {"max_sequence_length": 8, "image": LARGER_PICTURE}, needs=("ftfy",))
 def wan5b_i2v() -> WanImageToVideoPipeline:
     """The first latent frame is the picture's: it is overwritten before every model call."""
     return WanImageToVideoPipeline(

@@ -76,11 +76,12 @@ class Transition:
     mean: Tensor  # (B, ...) float32 or wider; carries a graph as log_prob does
     log_prob: Tensor  # (B,)
     std: float
+    overwritten: int = 0  # latent dimensions that the pipeline overwrites after every event; mean = action there
 
     @property
     def dims(self) -> int:
-        """D, the number of latent dimensions of one trajectory."""
-        return self.action[0].numel()
+        """D, the number of latent dimensions of one trajectory that are acted upon."""
+        return self.action[0].numel() - self.overwritten
 
     def kl(self, old: Transition) -> Tensor:
         """(B,) KL divergence ‖μ − μ_old‖²/(2S²) in nats between the same event under two policies, over the true S²."""

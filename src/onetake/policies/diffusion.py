@@ -109,6 +109,8 @@ class DiffusionPolicy:
         self.scheduler = pipe.scheduler = RolloutScheduler.replacing(shipped)
         self.version = self.calls = self.forwards = self.trained_forwards = 0
         self.decode_seconds = 0.0
+        if self._family.guidance is None:
+            pipe.guider = pipe.guider.new(guidance_scale=guidance)
         self._embeds: dict[str, dict[str, Any] | None] = {}
         self._sigmas: list[float] | None = None
         trained = transformers_of(pipe)
@@ -136,7 +138,11 @@ class DiffusionPolicy:
         `with_reference` keeps a frozen copy of the transformer where adapters cannot simply be switched off.
         """
         pipe = load_pipeline(folder, config.dtype)
-        models = transformers_of(pipe)
+        models, reason = transformers_of(pipe), family_of(pipe).no_checkpointing
+        if config.gradient_checkpointing and reason is not None:
+            raise ValueError(
+                f"policy.gradient_checkpointing: true would train another model than {type(pipe).__name__}: {reason}; turn it off"
+            )
         frozen = copy.deepcopy(models) if with_reference and config.trainable.kind == "full" else None
         config.trainable.attach(pipe, seed)
         if config.gradient_checkpointing:
@@ -197,17 +203,20 @@ class DiffusionPolicy:
     def _guided(self) -> bool:
         """Whether the pipeline is going to use a negative prompt."""
         family = self._family
+        if family.guidance is None:
+            return self._guidance > 1
         if family.negative is None:
             return False
         asked = {family.guidance: self._guidance, **self._call_arguments}
         return asked.get(family.negative, 1.0) > 1
 
     def _arguments(self, prompts: list[str], generators: list[torch.Generator]) -> dict[str, Any]:
+        guidance = {} if self._family.guidance is None else {self._family.guidance: self._guidance}
         return {
             **self._prompt_arguments(prompts[0], len(prompts)),
+            **guidance,
             "generator": generators,
             "num_inference_steps": self._steps,
-            self._family.guidance: self._guidance,
             "output_type": self._output_type,
             "return_dict": False,
             **self._call_arguments,
@@ -224,8 +233,21 @@ class DiffusionPolicy:
             except Finished:
                 return None
 
+    def _episode(
+        self, batch: MicroBatch, observe: Observer, *, grad: bool, replay: Transition | None = None
+    ) -> Episode:
+        hides = self._family.overwritten
+        return Episode(
+            batch=batch,
+            kernel=self.kernel,
+            observe=observe,
+            grad=grad,
+            replay=replay,
+            overwritten=None if hides is None else partial(hides, self.pipe),
+        )
+
     def rollout(self, batch: MicroBatch, observe: Observer, *, grad: bool) -> Tensor:
-        episode = Episode(batch=batch, kernel=self.kernel, observe=observe, grad=grad)
+        episode = self._episode(batch, observe, grad=grad)
         arguments = self._arguments([batch.prompt] * len(batch.samples), start_generators(batch))
         with self.scheduler.playing(episode):
             outputs = self._call_pipeline(self.pipe, arguments)
@@ -242,7 +264,7 @@ class DiffusionPolicy:
 
     def _replay(self, pipe: DiffusionPipeline, batch: MicroBatch, old: Transition, *, grad: bool) -> Transition:
         scored: list[Transition] = []
-        episode = Episode(batch=batch, kernel=self.kernel, observe=scored.append, grad=grad, replay=old)
+        episode = self._episode(batch, scored.append, grad=grad, replay=old)
         arguments = self._arguments([batch.prompt] * len(batch.samples), start_generators(batch))
         if self.way == "tail":
             arguments["latents"] = old.sample.clone()

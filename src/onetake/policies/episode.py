@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ class Episode:
     observe: Observer
     grad: bool
     replay: Transition | None = None
+    overwritten: Callable[[Tensor], Tensor] | None = None  # latent of one sample → True where nothing is acted upon
 
     def stochastic(self, index: int) -> bool:
         """Whether any trajectory draws (and trains) event `index` in this call."""
@@ -49,7 +50,12 @@ class Episode:
                 euler, _ = mean_std(Ode(), sample, velocity.detach(), sigmas, index)
                 action = torch.where(rows.to(mean.device).view(-1, *[1] * (mean.dim() - 1)), action, euler)
             action = action.to(sample.dtype)
-        score = torch.where(rows.to(mean.device), log_prob(action, mean, std), 0)
+        scored = action, mean
+        hidden = self.overwritten(sample[0]) if self.overwritten is not None else None
+        if hidden is not None:  # no reward depends on these entries: they would add noise to the gradient, and to D
+            mean = torch.where(hidden, action.to(mean.dtype), mean)
+            scored = action[:, ~hidden], mean[:, ~hidden]
+        score = torch.where(rows.to(mean.device), log_prob(*scored, std), 0)
         self.observe(
             Transition(
                 index=index,
@@ -60,6 +66,7 @@ class Episode:
                 mean=mean,
                 log_prob=score,
                 std=std,
+                overwritten=0 if hidden is None else int(hidden.sum()),
             )
         )
         return action

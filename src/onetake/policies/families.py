@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,8 +41,19 @@ class Family:
     """Suffixes of the linear layers that LoRA attaches to by default, where the model has them."""
     unused: str = r"(?!)"
     """Pattern of parameter names that no output depends on; ``{last}`` is the last of ``transformer_blocks``. Never trained."""
+    no_checkpointing: str | None = None
+    """Why diffusers' own gradient checkpointing of this transformer computes something else, if it does."""
+    overwritten: Callable[[Any, Tensor], Tensor] | None = None
+    """(pipeline, latent of one sample) → True where the pipeline puts a condition over whatever was drawn: not an action."""
     call: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the call."""
+
+
+def _picture_frame(pipe: Any, latent: Tensor) -> Tensor:
+    """The first latent frame of Wan 2.2 5B holds the picture; the other Wan models get it beside the latents."""
+    overwritten = torch.zeros_like(latent, dtype=torch.bool)  # (C, F, h, w)
+    overwritten[:, 0] = pipe.config.expand_timesteps
+    return overwritten
 
 
 _PROMPTS = ("prompt_embeds", "negative_prompt_embeds")
@@ -71,7 +82,7 @@ FAMILIES: dict[str, Family] = {
         # the last block's text is thrown away: its queries, their normalisation, its output and its feed-forward
         unused=r"transformer_blocks\.{last}\.(attn\.(to_add_out|add_q_proj|norm_added_q)|txt_mlp)\..*",
     ),
-    "WanImageToVideoPipeline": Family(embeds=_PROMPTS),
+    "WanImageToVideoPipeline": Family(embeds=_PROMPTS, overwritten=_picture_frame),
     "HunyuanVideoPipeline": Family(
         embeds=("prompt_embeds", "pooled_prompt_embeds", "prompt_attention_mask"),
         negative_apart=True,
@@ -94,7 +105,8 @@ FAMILIES: dict[str, Family] = {
             "negative_prompt_embeds",
             "negative_text_ids",
             "negative_prompt_attention_mask",
-        )
+        ),
+        no_checkpointing="diffusers runs its single blocks without their attention mask then",
     ),
     "CogView4Pipeline": Family(embeds=_PROMPTS),
     "FluxKontextPipeline": _FLUX,
