@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+from torch.distributions import Normal
 
-import tiny_images
-import tiny_videos
 from faults import FAULTS
 from helpers import gradient_of, move, relative_error
 from onetake.execution import Recompute, Retain
@@ -26,9 +25,8 @@ from onetake.policies.diffusion import DiffusionPolicy, PolicyConfig, load_pipel
 from onetake.policies.families import family_of
 from onetake.records import Address, MicroBatch
 from onetake.selection import All
-from tiny_parts import CASES, Case, tiny
-
-assert tiny_images, tiny_videos  # importing them fills CASES
+from onetake.transitions import Flow
+from tiny_families import CASES, Case, tiny
 
 pytestmark = [  # what the libraries themselves warn about
     pytest.mark.filterwarnings("ignore:.*FluxPosEmbed:FutureWarning"),  # diffusers' Chroma uses its old place
@@ -36,9 +34,9 @@ pytestmark = [  # what the libraries themselves warn about
     pytest.mark.filterwarnings("ignore:.*CPU [aA]utocast:UserWarning"),  # diffusers' Mochi asks for it in float32
 ]
 
+STEPS = 4
 PROMPTS = ["first", "second", "third"]
 SIZE = RolloutConfig(groups=1, group_size=2, micro_batch=2)
-STEPS = 4
 TRAINABLE = {"lora": Lora(rank=2), "full": Full()}
 
 
@@ -63,6 +61,10 @@ class Base:
         if not isinstance(pipe.scheduler, FlowMatchEulerDiscreteScheduler):
             pipe.scheduler = SameGrid(pipe.scheduler)
         pipe.vae.requires_grad_(False)  # torch picks another convolution kernel for weights that could train
+        if family_of(pipe).decode_one_by_one:
+            pipe.vae.enable_slicing()
+        if family_of(pipe).guidance is None:
+            pipe.guider = pipe.guider.new(guidance_scale=self.case.guidance)
         return pipe
 
 
@@ -189,17 +191,19 @@ def from_text(pipe: DiffusionPipeline, policy: DiffusionPolicy, case: Case) -> t
     family, batch = family_of(pipe), ode_batch(policy)
     accepted = inspect.signature(pipe.__call__).parameters
     copies = next(name for name in accepted if name in ("num_images_per_prompt", "num_videos_per_prompt"))
-    guidance = {family.guidance: case.guidance}
+    rows = {"prompt": [batch.prompt] * 2} if case.no_copies else {"prompt": batch.prompt, copies: 2}
+    guidance = {} if family.guidance is None else {family.guidance: case.guidance}
     call = guidance | dict(family.call) | case.call
-    negative = {"negative_prompt": ""} if call.get(family.negative, 1) > 1 else {}
+    guided = family.guidance is None or call.get(family.negative, 1) > 1
+    if guided and "negative_prompt" in accepted:
+        rows["negative_prompt"] = [""] * 2 if case.no_copies else ""
     return pipe(
-        prompt=batch.prompt,
         generator=start_generators(batch),
         num_inference_steps=STEPS,
         output_type="pt",
         return_dict=False,
-        **{copies: 2},
-        **(call | negative),
+        **rows,
+        **call,
     )[0]
 
 
@@ -209,3 +213,20 @@ def test_preflight_names_planted_faults(base, plant, cause):
     plant(policy)
     with pytest.raises(PreflightError, match=cause):
         preflight(policy, Retain(), Grpo(), batches_of(policy))
+
+
+def test_overwritten_frames_are_no_actions():
+    """Wan 2.2 5B puts the picture over the first latent frame: log_prob, D and the KL leave it out."""
+    pytest.importorskip("ftfy")
+    pipe = tiny("wan-2.2-5b-i2v")
+    Lora(rank=2).attach(pipe, 0)
+    policy = DiffusionPolicy(pipe, kernel=Flow(), steps=STEPS, call=CASES["wan-2.2-5b-i2v"].call)
+    old = sample(policy, Recompute(), batches_of(policy)).transitions[0][0]
+    frame = old.action[0, :, 0].numel()
+    assert old.dims == old.action[0].numel() - frame
+    move(policy)
+    new = policy.score(batches_of(policy)[0], old)
+    assert torch.equal(new.mean[:, :, 0], old.action[:, :, 0])
+    expected = Normal(new.mean[:, :, 1:], new.std).log_prob(old.action[:, :, 1:]).flatten(1).sum(1)
+    torch.testing.assert_close(new.log_prob, expected)
+    assert (new.kl(old) > 0).all()

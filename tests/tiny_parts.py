@@ -41,6 +41,8 @@ class Case:
     """Libraries without which the pipeline cannot run."""
     reweight: float = 1e-5
     """Relative error of reweight's gradient that float32 rounding may cause."""
+    no_copies: bool = False
+    """The stock pipeline fails on several outputs for one prompt."""
     slow: bool = False
 
 

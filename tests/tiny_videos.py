@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from diffusers import (
     AutoencoderKLHunyuanVideo,
+    AutoencoderKLHunyuanVideo15,
     AutoencoderKLLTXVideo,
     AutoencoderKLMochi,
+    ClassifierFreeGuidance,
     FlowMatchEulerDiscreteScheduler,
+    HunyuanVideo15Pipeline,
+    HunyuanVideo15Transformer3DModel,
     HunyuanVideoPipeline,
     HunyuanVideoTransformer3DModel,
     LTXPipeline,
@@ -18,7 +22,7 @@ from diffusers import (
     WanPipeline,
     WanTransformer3DModel,
 )
-from transformers import LlamaConfig, LlamaModel
+from transformers import ByT5Tokenizer, LlamaConfig, LlamaModel, Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel
 
 from tiny_parts import DECODER, LARGER_PICTURE, TEXT, case, clip, t5, umt5, wan_vae, word_tokenizer
 
@@ -182,5 +186,45 @@ def mochi() -> MochiPipeline:
             text_embed_dim=TEXT,
             time_embed_dim=4,
             max_sequence_length=16,
+        ),
+    )
+
+
+# the pipeline cuts off the first 108 tokens
+LONG = "{{ messages[0]['content'] }} {{ messages[0]['content'] }} {{ messages[1]['content'] }}"
+
+
+@case("hunyuan-video-1.5", call=CLIP, way="fast_forward", no_copies=True, slow=True)
+def hunyuan_video15() -> HunyuanVideo15Pipeline:
+    """Guidance is a component of the pipeline."""
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+    return HunyuanVideo15Pipeline(
+        text_encoder=Qwen2_5_VLTextModel(Qwen2_5_VLTextConfig(**DECODER, rope_parameters=rope)),
+        tokenizer=word_tokenizer(chat_template=LONG),
+        text_encoder_2=t5()["text_encoder"],
+        tokenizer_2=ByT5Tokenizer(extra_ids=0),
+        vae=AutoencoderKLHunyuanVideo15(
+            latent_channels=4,
+            block_out_channels=(32, 32, 32),
+            layers_per_block=1,
+            spatial_compression_ratio=4,
+            temporal_compression_ratio=4,
+        ),
+        guider=ClassifierFreeGuidance(),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0),
+        transformer=HunyuanVideo15Transformer3DModel(
+            in_channels=9,
+            out_channels=4,
+            num_attention_heads=2,
+            attention_head_dim=8,
+            num_layers=2,
+            num_refiner_layers=1,
+            mlp_ratio=1.0,
+            text_embed_dim=TEXT,
+            text_embed_2_dim=TEXT,
+            image_embed_dim=8,
+            rope_axes_dim=(2, 2, 4),
+            target_size=16,
+            task_type="t2v",
         ),
     )

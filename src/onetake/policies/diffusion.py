@@ -111,6 +111,8 @@ class DiffusionPolicy:
         self.decode_seconds = 0.0
         if self._family.guidance is None:
             pipe.guider = pipe.guider.new(guidance_scale=guidance)
+        if self._family.decode_one_by_one:
+            pipe.vae.enable_slicing()
         self._embeds: dict[str, dict[str, Any] | None] = {}
         self._sigmas: list[float] | None = None
         trained = transformers_of(pipe)

@@ -45,6 +45,8 @@ class Family:
     """Why diffusers' own gradient checkpointing of this transformer computes something else, if it does."""
     overwritten: Callable[[Any, Tensor], Tensor] | None = None
     """(pipeline, latent of one sample) → True where the pipeline puts a condition over whatever was drawn: not an action."""
+    decode_one_by_one: bool = False
+    """The VAE decodes samples one at a time."""
     call: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the call."""
 
@@ -67,6 +69,13 @@ _FLUX = Family(
     embeds=("prompt_embeds", "pooled_prompt_embeds", "text_ids"), negative_apart=True, negative="true_cfg_scale"
 )
 
+_FLUX2_TARGETS = (*ATTENTION, "attn.to_qkv_mlp_proj", "attn.to_out")
+_NO_LATENTS = ("fast_forward",)  # the call takes latents in another layout than steps see
+# the last block's text is thrown away: its queries, their normalisation, its output and its feed-forward
+_LAST_TEXT = (
+    r"transformer_blocks\.{last}\.(attn\.(to_add_out|add_q_proj|norm_added_q)|txt_mlp|ff_context|norm2_context)\..*"
+)
+
 FAMILIES: dict[str, Family] = {
     "StableDiffusion3Pipeline": Family(
         embeds=("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds"),
@@ -79,8 +88,7 @@ FAMILIES: dict[str, Family] = {
         negative_apart=True,
         guidance="true_cfg_scale",
         negative="true_cfg_scale",
-        # the last block's text is thrown away: its queries, their normalisation, its output and its feed-forward
-        unused=r"transformer_blocks\.{last}\.(attn\.(to_add_out|add_q_proj|norm_added_q)|txt_mlp)\..*",
+        unused=_LAST_TEXT,
     ),
     "WanImageToVideoPipeline": Family(embeds=_PROMPTS, overwritten=_picture_frame),
     "HunyuanVideoPipeline": Family(
@@ -110,6 +118,24 @@ FAMILIES: dict[str, Family] = {
     ),
     "CogView4Pipeline": Family(embeds=_PROMPTS),
     "FluxKontextPipeline": _FLUX,
+    "Flux2Pipeline": Family(
+        embeds=("prompt_embeds", "text_ids"),
+        negative_apart=True,
+        negative=None,
+        ways=_NO_LATENTS,
+        lora_targets=_FLUX2_TARGETS,
+    ),
+    "Flux2KleinPipeline": Family(
+        embeds=("prompt_embeds", "text_ids"), negative_apart=True, ways=_NO_LATENTS, lora_targets=_FLUX2_TARGETS
+    ),
+    "HunyuanVideo15Pipeline": Family(
+        embeds=("prompt_embeds", "prompt_embeds_mask", "prompt_embeds_2", "prompt_embeds_mask_2"),
+        negative_apart=True,
+        guidance=None,
+        ways=("fast_forward",),  # guiders may start and stop at shares of the number of steps
+        unused=_LAST_TEXT,
+        decode_one_by_one=True,  # diffusers' decoder gets its attention mask's shape wrong for more
+    ),
     "MochiPipeline": Family(embeds=_MASKED_PROMPTS),
 }
 
