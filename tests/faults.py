@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-from functools import wraps
-
 from onetake.policies.diffusion import DiffusionPolicy
+from onetake.policies.scheduler import RolloutScheduler
+
+
+class Late(RolloutScheduler):
+    """Re-scoring sees the schedule one step later."""
+
+    def set_timesteps(self, num_inference_steps=None, device=None, sigmas=None, mu=None, timesteps=None):
+        super().set_timesteps(num_inference_steps, device, sigmas, mu, timesteps)
+        if self._episode is not None and self._episode.replay is not None:
+            self.timesteps = self.timesteps.roll(-1)
+
+
+class Loud(RolloutScheduler):
+    """Re-scoring answers with 1 % more velocity."""
+
+    def step(self, model_output, *args, **kwargs):
+        replay = self._episode is not None and self._episode.replay is not None
+        return super().step(model_output * (1.01 if replay else 1.0), *args, **kwargs)
 
 
 def off_by_one(policy: DiffusionPolicy) -> None:
-    """Re-scoring sees the schedule one step later."""
-    scheduler, set_timesteps = policy.scheduler, policy.scheduler.set_timesteps
-
-    @wraps(set_timesteps)
-    def shifted(*args, **kwargs):
-        set_timesteps(*args, **kwargs)
-        if scheduler._episode is not None and scheduler._episode.replay is not None:
-            scheduler.timesteps = scheduler.timesteps.roll(-1)
-
-    scheduler.set_timesteps = shifted
+    policy.scheduler.__class__ = Late
 
 
 def one_percent(policy: DiffusionPolicy) -> None:
-    """Re-scoring answers with 1 % more velocity."""
-    answer = policy.scheduler.step
-
-    def step(model_output, *args, **kwargs):
-        replay = policy.scheduler._episode is not None and policy.scheduler._episode.replay is not None
-        return answer(model_output * (1.01 if replay else 1.0), *args, **kwargs)
-
-    policy.scheduler.step = step
+    policy.scheduler.__class__ = Loud
 
 
 def dtype_drift(policy: DiffusionPolicy) -> None:

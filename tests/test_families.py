@@ -202,8 +202,7 @@ def from_text(pipe: DiffusionPipeline, policy: DiffusionPolicy, case: Case) -> t
         num_inference_steps=STEPS,
         output_type="pt",
         return_dict=False,
-        **rows,
-        **call,
+        **(call | rows),
     )[0]
 
 

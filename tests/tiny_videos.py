@@ -5,6 +5,8 @@ from __future__ import annotations
 from diffusers import (
     AutoencoderKLHunyuanVideo,
     AutoencoderKLHunyuanVideo15,
+    AutoencoderKLLTX2Audio,
+    AutoencoderKLLTX2Video,
     AutoencoderKLLTXVideo,
     AutoencoderKLMochi,
     ClassifierFreeGuidance,
@@ -13,6 +15,8 @@ from diffusers import (
     HunyuanVideo15Transformer3DModel,
     HunyuanVideoPipeline,
     HunyuanVideoTransformer3DModel,
+    LTX2Pipeline,
+    LTX2VideoTransformer3DModel,
     LTXPipeline,
     LTXVideoTransformer3DModel,
     MochiPipeline,
@@ -22,7 +26,19 @@ from diffusers import (
     WanPipeline,
     WanTransformer3DModel,
 )
-from transformers import ByT5Tokenizer, LlamaConfig, LlamaModel, Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel
+from diffusers.pipelines.ltx2 import LTX2TextConnectors
+from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder
+from transformers import (
+    ByT5Tokenizer,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaModel,
+    Qwen2_5_VLTextConfig,
+    Qwen2_5_VLTextModel,
+    SiglipVisionConfig,
+)
 
 from tiny_parts import DECODER, LARGER_PICTURE, TEXT, case, clip, t5, umt5, wan_vae, word_tokenizer
 
@@ -226,5 +242,80 @@ def hunyuan_video15() -> HunyuanVideo15Pipeline:
             rope_axes_dim=(2, 2, 4),
             target_size=16,
             task_type="t2v",
+        ),
+    )
+
+
+@case(
+    "ltx-2",
+    call={
+        "height": 32,
+        "width": 32,
+        "num_frames": 5,
+        "max_sequence_length": 16,
+        "spatio_temporal_guidance_blocks": [0],
+    },
+    way="fast_forward",
+)
+def ltx2() -> LTX2Pipeline:
+    """Video and audio are denoised side by side, each with a scheduler of its own."""
+    width = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1, "num_learnable_registers": None}
+    audio_vae = AutoencoderKLLTX2Audio(
+        base_channels=4, ch_mult=(1,), num_res_blocks=1, resolution=16, latent_channels=2, mel_bins=8
+    )
+    return LTX2Pipeline(
+        text_encoder=Gemma3ForConditionalGeneration(
+            Gemma3Config(
+                text_config=Gemma3TextConfig(**DECODER, head_dim=8),
+                vision_config=SiglipVisionConfig(
+                    hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28
+                ),
+            )
+        ),
+        tokenizer=word_tokenizer(padding_side="left"),
+        connectors=LTX2TextConnectors(
+            caption_channels=TEXT,
+            text_proj_in_factor=DECODER["num_hidden_layers"] + 1,
+            **{f"{stream}_connector_{key}": value for key, value in width.items() for stream in ("video", "audio")},
+            connector_rope_base_seq_len=32,
+        ),
+        vae=AutoencoderKLLTX2Video(
+            latent_channels=4,
+            block_out_channels=(8,),
+            decoder_block_out_channels=(8,),
+            layers_per_block=(1,),
+            decoder_layers_per_block=(1, 1),
+            spatio_temporal_scaling=(True,),
+            decoder_spatio_temporal_scaling=(True,),
+            decoder_inject_noise=(False, False),
+            downsample_type=("spatial",),
+            upsample_type=("spatiotemporal",),
+            upsample_residual=(False,),
+            upsample_factor=(1,),
+            patch_size=4,
+        ),
+        audio_vae=audio_vae,
+        vocoder=LTX2Vocoder(
+            in_channels=audio_vae.config.output_channels * audio_vae.config.mel_bins,
+            hidden_channels=8,
+            upsample_kernel_sizes=[4, 4],
+            upsample_factors=[2, 2],
+            resnet_kernel_sizes=[3],
+            resnet_dilations=[[1]],
+        ),
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift_terminal=0.1),
+        transformer=LTX2VideoTransformer3DModel(
+            in_channels=4,
+            out_channels=4,
+            num_attention_heads=2,
+            attention_head_dim=8,
+            cross_attention_dim=16,
+            audio_in_channels=4,
+            audio_out_channels=4,
+            audio_num_attention_heads=2,
+            audio_attention_head_dim=4,
+            audio_cross_attention_dim=8,
+            num_layers=2,
+            caption_channels=TEXT,
         ),
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from diffusers import AdaptiveProjectedGuidance, CacheMixin
+from diffusers import CacheMixin
 from torch import Tensor, nn
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
@@ -136,6 +136,11 @@ FAMILIES: dict[str, Family] = {
         unused=_LAST_TEXT,
         decode_one_by_one=True,  # diffusers' decoder gets its attention mask's shape wrong for more
     ),
+    "LTX2Pipeline": Family(
+        embeds=_MASKED_PROMPTS,
+        ways=("fast_forward",),  # audio latents are normalised on entry
+        call={"audio_guidance_scale": None},  # takes the video's
+    ),
     "MochiPipeline": Family(embeds=_MASKED_PROMPTS),
 }
 
@@ -163,7 +168,7 @@ def refuse(pipe: Any, family: Family, call: Mapping[str, Any]) -> None:
         if name.startswith(beginning):
             raise ValueError(f"policy.pipeline: {name} cannot be trained: {reason}")
     guider = pipe.components.get("guider")
-    if isinstance(guider, AdaptiveProjectedGuidance) and guider.momentum_buffer is not None:
+    if guider is not None and guider.config.get("adaptive_projected_guidance_momentum") is not None:
         raise ValueError(
             f"policy.pipeline: the guider of {name} has momentum, so the velocity of an event depends on the events before it; "
             "set its adaptive_projected_guidance_momentum to null"
