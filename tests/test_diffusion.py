@@ -6,6 +6,7 @@ import pytest
 import torch
 from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 
+from faults import FAULTS
 from helpers import gradient_of, move, relative_error, roll
 from onetake.coefficients import Coefficients
 from onetake.execution import EXECUTIONS, Recompute, Retain, Reweight
@@ -180,49 +181,7 @@ def test_preflight_covers_every_event_of_single():
     assert preflight(policy, Retain(), Grpo(), batches).events == sorted({k for b in batches for k in b.events})
 
 
-def off_by_one(policy: DiffusionPolicy) -> None:
-    """Re-scoring sees the schedule one step later."""
-    scheduler, set_timesteps = policy.scheduler, policy.scheduler.set_timesteps
-
-    def shifted(*args, **kwargs):
-        set_timesteps(*args, **kwargs)
-        if scheduler._episode is not None and scheduler._episode.replay is not None and policy.way == "tail":
-            scheduler.timesteps = scheduler.timesteps.roll(-1)
-
-    shifted.__signature__ = None
-    scheduler.set_timesteps = shifted
-    policy.ways = ("tail",)
-
-
-def one_percent(policy: DiffusionPolicy) -> None:
-    """Re-scoring answers with 1 % more velocity."""
-    answer = policy.scheduler.step
-
-    def step(model_output, *args, **kwargs):
-        replay = policy.scheduler._episode is not None and policy.scheduler._episode.replay is not None
-        return answer(model_output * (1.01 if replay else 1.0), *args, **kwargs)
-
-    policy.scheduler.step = step
-
-
-def dtype_drift(policy: DiffusionPolicy) -> None:
-    """The stored action was rounded after it was scored."""
-    rollout = policy.rollout
-
-    def rounded(batch, observe, *, grad, entry=None):
-        def later(transition):
-            object.__setattr__(transition, "action", transition.action.bfloat16().float())
-            observe(transition)
-
-        return rollout(batch, later, grad=grad, entry=entry)
-
-    policy.rollout = rounded
-
-
-@pytest.mark.parametrize(
-    ("plant", "cause"),
-    [(off_by_one, "another velocity"), (one_percent, "another velocity"), (dtype_drift, "stored in another dtype")],
-)
+@pytest.mark.parametrize(("plant", "cause"), FAULTS)
 def test_preflight_names_planted_faults(plant, cause):
     policy = policy_on()
     plant(policy)

@@ -37,6 +37,13 @@ class Case:
     call: dict[str, Any] = field(default_factory=dict)
     guidance: float = 3.0
     way: str = "tail"
+    needs: tuple[str, ...] = ()
+    """Libraries without which the pipeline cannot run."""
+    reweight: float = 1e-5
+    """Relative error of reweight's gradient that float32 rounding may cause."""
+    no_copies: bool = False
+    """The stock pipeline fails on several outputs for one prompt."""
+    slow: bool = False
 
 
 CASES: dict[str, Case] = {}

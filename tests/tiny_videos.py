@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from diffusers import (
     AutoencoderKLHunyuanVideo,
+    AutoencoderKLHunyuanVideo15,
+    AutoencoderKLLTX2Audio,
+    AutoencoderKLLTX2Video,
     AutoencoderKLLTXVideo,
     AutoencoderKLMochi,
+    ClassifierFreeGuidance,
     FlowMatchEulerDiscreteScheduler,
+    HunyuanVideo15Pipeline,
+    HunyuanVideo15Transformer3DModel,
     HunyuanVideoPipeline,
     HunyuanVideoTransformer3DModel,
+    LTX2Pipeline,
+    LTX2VideoTransformer3DModel,
     LTXPipeline,
     LTXVideoTransformer3DModel,
     MochiPipeline,
@@ -18,7 +26,19 @@ from diffusers import (
     WanPipeline,
     WanTransformer3DModel,
 )
-from transformers import LlamaConfig, LlamaModel
+from diffusers.pipelines.ltx2 import LTX2TextConnectors
+from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder
+from transformers import (
+    ByT5Tokenizer,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaModel,
+    Qwen2_5_VLTextConfig,
+    Qwen2_5_VLTextModel,
+    SiglipVisionConfig,
+)
 
 from tiny_parts import DECODER, LARGER_PICTURE, TEXT, case, clip, t5, umt5, wan_vae, word_tokenizer
 
@@ -68,7 +88,7 @@ def wan5b() -> WanPipeline:
     return WanPipeline(**umt5(), vae=wan_vae(), scheduler=unipc(), transformer=wan_transformer(), expand_timesteps=True)
 
 
-@case("wan-2.1-i2v", call=CLIP | {"max_sequence_length": 8, "image": LARGER_PICTURE})
+@case("wan-2.1-i2v", call=CLIP | {"max_sequence_length": 8, "image": LARGER_PICTURE}, needs=("ftfy",))
 def wan_i2v() -> WanImageToVideoPipeline:
     return WanImageToVideoPipeline(
         **umt5(),
@@ -78,7 +98,7 @@ def wan_i2v() -> WanImageToVideoPipeline:
     )
 
 
-@case("wan-2.2-5b-i2v", call=CLIP | {"max_sequence_length": 8, "image": LARGER_PICTURE})
+@case("wan-2.2-5b-i2v", call=CLIP | {"max_sequence_length": 8, "image": LARGER_PICTURE}, needs=("ftfy",))
 def wan5b_i2v() -> WanImageToVideoPipeline:
     """The first latent frame is the picture's: it is overwritten before every model call."""
     return WanImageToVideoPipeline(
@@ -182,5 +202,120 @@ def mochi() -> MochiPipeline:
             text_embed_dim=TEXT,
             time_embed_dim=4,
             max_sequence_length=16,
+        ),
+    )
+
+
+# the pipeline cuts off the first 108 tokens
+LONG = "{{ messages[0]['content'] }} {{ messages[0]['content'] }} {{ messages[1]['content'] }}"
+
+
+@case("hunyuan-video-1.5", call=CLIP, way="fast_forward", no_copies=True, slow=True)
+def hunyuan_video15() -> HunyuanVideo15Pipeline:
+    """Guidance is a component of the pipeline."""
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+    return HunyuanVideo15Pipeline(
+        text_encoder=Qwen2_5_VLTextModel(Qwen2_5_VLTextConfig(**DECODER, rope_parameters=rope)),
+        tokenizer=word_tokenizer(chat_template=LONG),
+        text_encoder_2=t5()["text_encoder"],
+        tokenizer_2=ByT5Tokenizer(extra_ids=0),
+        vae=AutoencoderKLHunyuanVideo15(
+            latent_channels=4,
+            block_out_channels=(32, 32, 32),
+            layers_per_block=1,
+            spatial_compression_ratio=4,
+            temporal_compression_ratio=4,
+        ),
+        guider=ClassifierFreeGuidance(),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0),
+        transformer=HunyuanVideo15Transformer3DModel(
+            in_channels=9,
+            out_channels=4,
+            num_attention_heads=2,
+            attention_head_dim=8,
+            num_layers=2,
+            num_refiner_layers=1,
+            mlp_ratio=1.0,
+            text_embed_dim=TEXT,
+            text_embed_2_dim=TEXT,
+            image_embed_dim=8,
+            rope_axes_dim=(2, 2, 4),
+            target_size=16,
+            task_type="t2v",
+        ),
+    )
+
+
+@case(
+    "ltx-2",
+    call={
+        "height": 32,
+        "width": 32,
+        "num_frames": 5,
+        "max_sequence_length": 16,
+        "spatio_temporal_guidance_blocks": [0],
+    },
+    way="fast_forward",
+)
+def ltx2() -> LTX2Pipeline:
+    """Video and audio are denoised side by side, each with a scheduler of its own."""
+    width = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1, "num_learnable_registers": None}
+    audio_vae = AutoencoderKLLTX2Audio(
+        base_channels=4, ch_mult=(1,), num_res_blocks=1, resolution=16, latent_channels=2, mel_bins=8
+    )
+    return LTX2Pipeline(
+        text_encoder=Gemma3ForConditionalGeneration(
+            Gemma3Config(
+                text_config=Gemma3TextConfig(**DECODER, head_dim=8),
+                vision_config=SiglipVisionConfig(
+                    hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28
+                ),
+            )
+        ),
+        tokenizer=word_tokenizer(padding_side="left"),
+        connectors=LTX2TextConnectors(
+            caption_channels=TEXT,
+            text_proj_in_factor=DECODER["num_hidden_layers"] + 1,
+            **{f"{stream}_connector_{key}": value for key, value in width.items() for stream in ("video", "audio")},
+            connector_rope_base_seq_len=32,
+        ),
+        vae=AutoencoderKLLTX2Video(
+            latent_channels=4,
+            block_out_channels=(8,),
+            decoder_block_out_channels=(8,),
+            layers_per_block=(1,),
+            decoder_layers_per_block=(1, 1),
+            spatio_temporal_scaling=(True,),
+            decoder_spatio_temporal_scaling=(True,),
+            decoder_inject_noise=(False, False),
+            downsample_type=("spatial",),
+            upsample_type=("spatiotemporal",),
+            upsample_residual=(False,),
+            upsample_factor=(1,),
+            patch_size=4,
+        ),
+        audio_vae=audio_vae,
+        vocoder=LTX2Vocoder(
+            in_channels=audio_vae.config.output_channels * audio_vae.config.mel_bins,
+            hidden_channels=8,
+            upsample_kernel_sizes=[4, 4],
+            upsample_factors=[2, 2],
+            resnet_kernel_sizes=[3],
+            resnet_dilations=[[1]],
+        ),
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift_terminal=0.1),
+        transformer=LTX2VideoTransformer3DModel(
+            in_channels=4,
+            out_channels=4,
+            num_attention_heads=2,
+            attention_head_dim=8,
+            cross_attention_dim=16,
+            audio_in_channels=4,
+            audio_out_channels=4,
+            audio_num_attention_heads=2,
+            audio_attention_head_dim=4,
+            audio_cross_attention_dim=8,
+            num_layers=2,
+            caption_channels=TEXT,
         ),
     )

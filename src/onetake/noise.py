@@ -38,10 +38,14 @@ def start_generators(batch: MicroBatch) -> list[Generator]:
     return [_sample_generator(batch, 0 if batch.shared_start else s, "start") for s in batch.samples]
 
 
-def transition_noise(batch: MicroBatch, index: int, like: Tensor) -> Tensor:
-    """Standard normal noise (B, ...) of event `index`, in the shape, dtype and device of `like`."""
+def transition_noise(batch: MicroBatch, index: int, like: Tensor, stream: int = 0) -> Tensor:
+    """Standard normal noise (B, ...) of event `index`, in the shape, dtype and device of `like`.
+
+    Streams that are denoised side by side (video and audio) draw apart.
+    """
+    address = [index] if stream == 0 else [index, stream]
     draws = [
-        torch.randn(like.shape[1:], generator=_sample_generator(batch, s, "event", index), dtype=like.dtype)
+        torch.randn(like.shape[1:], generator=_sample_generator(batch, s, "event", *address), dtype=like.dtype)
         for s in batch.samples
     ]
     return torch.stack(draws).to(like.device)

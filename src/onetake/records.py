@@ -79,11 +79,12 @@ class Transition:
     log_prob: Tensor  # (B,)
     std: float
     reference_mean: Tensor | None = None  # (B, ...) of the frozen reference, where a KL to it is asked for
+    overwritten: int = 0  # latent dimensions that the pipeline overwrites after every event; mean = action there
 
     @property
     def dims(self) -> int:
-        """D, the number of latent dimensions of one trajectory."""
-        return self.action[0].numel()
+        """D, the number of latent dimensions of one trajectory that are acted upon."""
+        return self.action[0].numel() - self.overwritten
 
     def kl(self, other_mean: Tensor) -> Tensor:
         """(B,) KL divergence ‖μ − μ'‖²/(2S²) in nats to the same event of a policy with mean μ' (no graph), over the true S²."""

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import torch
 from diffusers import DiffusionPipeline
+from diffusers.loaders.lora_base import LoraBaseMixin
 from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
@@ -71,8 +72,14 @@ class Lora(Config):
         return sorted(set(layers))
 
     def save(self, pipe: DiffusionPipeline, folder: Path) -> None:
-        """Write a folder for ``pipeline.load_lora_weights(folder)``; a second transformer has one of its own in it."""
+        """Write a folder for ``pipeline.load_lora_weights(folder)``; a second transformer has one of its own in it.
+
+        The transformer of a pipeline without that method has ``load_lora_adapter(folder, prefix=None, weight_name=LORA_FILE)``.
+        """
         for name, model in transformers_of(pipe).items():
+            if not isinstance(pipe, LoraBaseMixin):
+                model.save_lora_adapter(_lora_folder(folder, name))
+                continue
             type(pipe).save_lora_weights(
                 _lora_folder(folder, name),
                 transformer_lora_layers=get_peft_model_state_dict(model),
@@ -139,7 +146,9 @@ def apply_weights(pipe: DiffusionPipeline, folder: Path) -> None:
     """
     for name, model in transformers_of(pipe).items():
         lora = _lora_folder(folder, name)
-        if (lora / LORA_FILE).is_file():
+        if (lora / LORA_FILE).is_file() and not isinstance(pipe, LoraBaseMixin):
+            model.load_lora_adapter(lora, prefix=None, weight_name=LORA_FILE)
+        elif (lora / LORA_FILE).is_file():
             pipe.load_lora_weights(lora, **({} if name == "transformer" else {f"load_into_{name}": True}))
         elif (folder / name).is_dir():
             setattr(pipe, name, type(model).from_pretrained(folder / name))

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -127,6 +126,10 @@ class DiffusionPolicy:
         self.scheduler = pipe.scheduler = RolloutScheduler.replacing(shipped)
         self.version = self.calls = self.forwards = self.trained_forwards = 0
         self.decode_seconds = 0.0
+        if self._family.guidance is None:
+            pipe.guider = pipe.guider.new(guidance_scale=guidance)
+        if self._family.decode_one_by_one:
+            pipe.vae.enable_slicing()
         self._embeds: dict[str, dict[str, Any] | None] = {}
         self._sigmas: list[float] | None = None
         trained = transformers_of(pipe)
@@ -155,7 +158,11 @@ class DiffusionPolicy:
         `with_reference` keeps a frozen copy of the transformer where adapters cannot simply be switched off.
         """
         pipe = load_pipeline(source, config)
-        models = transformers_of(pipe)
+        models, reason = transformers_of(pipe), family_of(pipe).no_checkpointing
+        if config.gradient_checkpointing and reason is not None:
+            raise ValueError(
+                f"policy.gradient_checkpointing: true would train another model than {type(pipe).__name__}: {reason}; turn it off"
+            )
         frozen = copy.deepcopy(models) if with_reference and config.trainable.kind == "full" else None
         config.trainable.attach(pipe, seed)
         if config.gradient_checkpointing:
@@ -217,17 +224,20 @@ class DiffusionPolicy:
     def _guided(self) -> bool:
         """Whether the pipeline is going to use a negative prompt."""
         family = self._family
+        if family.guidance is None:
+            return self._guidance > 1
         if family.negative is None:
             return False
         asked = {family.guidance: self._guidance, **self._call_arguments}
         return asked.get(family.negative, 1.0) > 1
 
     def _arguments(self, prompts: list[str], generators: list[torch.Generator], steps: int) -> dict[str, Any]:
+        guidance = {} if self._family.guidance is None else {self._family.guidance: self._guidance}
         return {
             **self._prompt_arguments(prompts[0], len(prompts)),
+            **guidance,
             "generator": generators,
             "num_inference_steps": steps,
-            self._family.guidance: self._guidance,
             "output_type": self._output_type,
             "return_dict": False,
             **self._call_arguments,
@@ -244,16 +254,20 @@ class DiffusionPolicy:
             except Finished:
                 return None
 
+    def _episode(self, batch: MicroBatch, observe: Observer, *, grad: bool, **more: Any) -> Episode:
+        hides = self._family.overwritten
+        overwritten = None if hides is None else partial(hides, self.pipe)
+        return Episode(batch=batch, kernel=self.kernel, observe=observe, grad=grad, overwritten=overwritten, **more)
+
     def rollout(self, batch: MicroBatch, observe: Observer, *, grad: bool, entry: Entry | None = None) -> Tensor:
-        episode = Episode(batch=batch, kernel=self.kernel, observe=observe, grad=grad, entry=entry)
-        outputs = self._play(self.pipe, episode)
+        outputs = self._play(self.pipe, self._episode(batch, observe, grad=grad, entry=entry))
         self.decode_seconds += time.perf_counter() - self.scheduler.last_step_at
         assert outputs is not None
         return outputs
 
     def prefix(self, batch: MicroBatch) -> Entry:
         one = replace(batch, samples=batch.samples[:1], stochastic=batch.stochastic[:1])
-        episode = Episode(batch=one, kernel=self.kernel, observe=lambda event: None, grad=False, stop=batch.first)
+        episode = self._episode(one, lambda event: None, grad=False, stop=batch.first)
         self._play(self.pipe, episode)
         assert episode.reached is not None
         return Entry(index=batch.first, sample=episode.reached)
@@ -267,7 +281,7 @@ class DiffusionPolicy:
 
     def _replay(self, pipe: DiffusionPipeline, batch: MicroBatch, old: Transition, *, grad: bool) -> Transition:
         scored: list[Transition] = []
-        self._play(pipe, Episode(batch=batch, kernel=self.kernel, observe=scored.append, grad=grad, replay=old))
+        self._play(pipe, self._episode(batch, scored.append, grad=grad, replay=old))
         return scored[0]
 
     def _play(self, pipe: DiffusionPipeline, episode: Episode) -> Tensor | None:

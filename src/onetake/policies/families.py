@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from diffusers import AdaptiveProjectedGuidance, CacheMixin
+from diffusers import CacheMixin
 from torch import Tensor, nn
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
@@ -41,8 +41,21 @@ class Family:
     """Suffixes of the linear layers that LoRA attaches to by default, where the model has them."""
     unused: str = r"(?!)"
     """Pattern of parameter names that no output depends on; ``{last}`` is the last of ``transformer_blocks``. Never trained."""
+    no_checkpointing: str | None = None
+    """Why diffusers' own gradient checkpointing of this transformer computes something else, if it does."""
+    overwritten: Callable[[Any, Tensor], Tensor] | None = None
+    """(pipeline, latent of one sample) → True where the pipeline puts a condition over whatever was drawn: not an action."""
+    decode_one_by_one: bool = False
+    """The VAE decodes samples one at a time."""
     call: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the call."""
+
+
+def _picture_frame(pipe: Any, latent: Tensor) -> Tensor:
+    """The first latent frame of Wan 2.2 5B holds the picture; the other Wan models get it beside the latents."""
+    overwritten = torch.zeros_like(latent, dtype=torch.bool)  # (C, F, h, w)
+    overwritten[:, 0] = pipe.config.expand_timesteps
+    return overwritten
 
 
 _PROMPTS = ("prompt_embeds", "negative_prompt_embeds")
@@ -54,6 +67,13 @@ _MASKED_PROMPTS = (
 )
 _FLUX = Family(
     embeds=("prompt_embeds", "pooled_prompt_embeds", "text_ids"), negative_apart=True, negative="true_cfg_scale"
+)
+
+_FLUX2_TARGETS = (*ATTENTION, "attn.to_qkv_mlp_proj", "attn.to_out")
+_NO_LATENTS = ("fast_forward",)  # the call takes latents in another layout than steps see
+# the last block's text is thrown away: its queries, their normalisation, its output and its feed-forward
+_LAST_TEXT = (
+    r"transformer_blocks\.{last}\.(attn\.(to_add_out|add_q_proj|norm_added_q)|txt_mlp|ff_context|norm2_context)\..*"
 )
 
 FAMILIES: dict[str, Family] = {
@@ -68,10 +88,9 @@ FAMILIES: dict[str, Family] = {
         negative_apart=True,
         guidance="true_cfg_scale",
         negative="true_cfg_scale",
-        # the last block's text is thrown away: its queries, their normalisation, its output and its feed-forward
-        unused=r"transformer_blocks\.{last}\.(attn\.(to_add_out|add_q_proj|norm_added_q)|txt_mlp)\..*",
+        unused=_LAST_TEXT,
     ),
-    "WanImageToVideoPipeline": Family(embeds=_PROMPTS),
+    "WanImageToVideoPipeline": Family(embeds=_PROMPTS, overwritten=_picture_frame),
     "HunyuanVideoPipeline": Family(
         embeds=("prompt_embeds", "pooled_prompt_embeds", "prompt_attention_mask"),
         negative_apart=True,
@@ -94,10 +113,34 @@ FAMILIES: dict[str, Family] = {
             "negative_prompt_embeds",
             "negative_text_ids",
             "negative_prompt_attention_mask",
-        )
+        ),
+        no_checkpointing="diffusers runs its single blocks without their attention mask then",
     ),
     "CogView4Pipeline": Family(embeds=_PROMPTS),
     "FluxKontextPipeline": _FLUX,
+    "Flux2Pipeline": Family(
+        embeds=("prompt_embeds", "text_ids"),
+        negative_apart=True,
+        negative=None,
+        ways=_NO_LATENTS,
+        lora_targets=_FLUX2_TARGETS,
+    ),
+    "Flux2KleinPipeline": Family(
+        embeds=("prompt_embeds", "text_ids"), negative_apart=True, ways=_NO_LATENTS, lora_targets=_FLUX2_TARGETS
+    ),
+    "HunyuanVideo15Pipeline": Family(
+        embeds=("prompt_embeds", "prompt_embeds_mask", "prompt_embeds_2", "prompt_embeds_mask_2"),
+        negative_apart=True,
+        guidance=None,
+        ways=("fast_forward",),  # guiders may start and stop at shares of the number of steps
+        unused=_LAST_TEXT,
+        decode_one_by_one=True,  # diffusers' decoder gets its attention mask's shape wrong for more
+    ),
+    "LTX2Pipeline": Family(
+        embeds=_MASKED_PROMPTS,
+        ways=("fast_forward",),  # audio latents are normalised on entry
+        call={"audio_guidance_scale": None},  # takes the video's
+    ),
     "MochiPipeline": Family(embeds=_MASKED_PROMPTS),
 }
 
@@ -125,7 +168,7 @@ def refuse(pipe: Any, family: Family, call: Mapping[str, Any]) -> None:
         if name.startswith(beginning):
             raise ValueError(f"policy.pipeline: {name} cannot be trained: {reason}")
     guider = pipe.components.get("guider")
-    if isinstance(guider, AdaptiveProjectedGuidance) and guider.momentum_buffer is not None:
+    if guider is not None and guider.config.get("adaptive_projected_guidance_momentum") is not None:
         raise ValueError(
             f"policy.pipeline: the guider of {name} has momentum, so the velocity of an event depends on the events before it; "
             "set its adaptive_projected_guidance_momentum to null"

@@ -51,6 +51,8 @@ class RolloutScheduler(FlowMatchEulerDiscreteScheduler):
     grid: list[float]
     """(T+1) noise levels of the whole schedule, falling from at most 1, set by `set_timesteps`."""
     _lender: SchedulerMixin | None = None
+    _stream = 0
+    """0, or the number of a companion: a copy that a pipeline makes inside its call for another stream of the same steps."""
 
     @classmethod
     def replacing(cls, scheduler: SchedulerMixin) -> RolloutScheduler:
@@ -82,6 +84,15 @@ class RolloutScheduler(FlowMatchEulerDiscreteScheduler):
         replacement = cls(num_train_timesteps=config.num_train_timesteps)
         replacement._lender = copy.deepcopy(scheduler)
         return replacement
+
+    def __deepcopy__(self, memo: dict) -> RolloutScheduler:
+        """In the middle of an episode, the companion for a further stream of it (LTX-2's audio); else just a copy."""
+        copied = copy.copy(self)
+        copied._schedule_only = False  # the call may go on: this scheduler's own schedule comes after its copies'
+        if self._episode is not None:
+            copied._stream = self._episode.streams
+            self._episode.streams += 1
+        return copied
 
     @contextmanager
     def playing(self, episode: Episode, way: str = "tail") -> Iterator[None]:
@@ -154,6 +165,11 @@ class RolloutScheduler(FlowMatchEulerDiscreteScheduler):
         begin = self._episode.begin if self._episode is not None else None
         return begin is not None and self.upcoming < begin.index
 
+    @property
+    def _last_stream(self) -> bool:
+        """Whether the model is called after this scheduler's step, with no other stream's step between."""
+        return self._episode is not None and self._stream == self._episode.streams - 1
+
     def _set_grad_for(self, index: int) -> None:
         """Grad mode for the next model call; the pipeline runs inside a no_grad block, which restores the caller's."""
         assert self._episode is not None
@@ -177,13 +193,14 @@ class RolloutScheduler(FlowMatchEulerDiscreteScheduler):
         index = self.upcoming
         velocity = -model_output if self.config.invert_sigmas else model_output  # ours is ε − x₀, its is x₀ − ε
         if episode.stochastic(index):
-            following = episode.transition(index, sample, velocity, self.grid)
-            if episode.replay is not None:
+            following = episode.transition(index, sample, velocity, self.grid, self._stream)
+            if episode.replay is not None and self._last_stream:
                 raise Finished
             self._step_index += 1
         elif self.skipping:
             assert episode.begin is not None
-            following = episode.begin.sample.clone() if index + 1 == episode.begin.index else sample
+            enters = index + 1 == episode.begin.index
+            following = episode.entered(sample, self._stream) if enters else sample
             self._step_index += 1
         elif self._solver is not None and index >= self._solver_from:
             following = self._solver.step(velocity, timestep, sample, return_dict=False)[0].to(sample.dtype)
@@ -192,8 +209,10 @@ class RolloutScheduler(FlowMatchEulerDiscreteScheduler):
             following = super().step(model_output, timestep, sample, *args, return_dict=False, **kwargs)[0]
             following = following.to(sample.dtype)
         if index + 1 == episode.stop:
-            episode.reached = following
-            raise Finished
-        self._set_grad_for(index + 1)
+            episode.arrive(following)
+            if self._last_stream:
+                raise Finished
+        if self._last_stream:
+            self._set_grad_for(index + 1)
         self.last_step_at = time.perf_counter()
         return FlowMatchEulerDiscreteSchedulerOutput(prev_sample=following) if return_dict else (following,)

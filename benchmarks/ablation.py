@@ -1,0 +1,137 @@
+"""What do Flash-GRPO's three mechanisms buy? The built-in task under five ways to choose and weigh the trained events.
+
+    python benchmarks/ablation.py [--seeds 3] [--updates 60] [--jobs 2] [--out runs/ablation] [--figure docs/ablation.png]
+
+Every run is `onetake train shapes` in a process of its own with one thread, differing in selection and event weights only.
+All variants get the compute of `--updates` updates of `all steps`, counted in forwards of one row with a backward of a LoRA
+update as one more (steps + trained events). Training cost is what is on top of plain sampling: trained rows, forward and
+backward. Prints held-out strict success at the end, and at what part of its training cost a variant reaches what `all steps`
+ends with. A run that is there already is continued where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+
+from onetake.metrics import Log
+
+STEPS = 8
+VARIANTS = {  # name → selection, event weights, trained events of a trajectory
+    "all steps": ("{kind: all}", "uniform", STEPS - 1),
+    "window of 2": ("{kind: window, size: 2, place: random, until: 4}", "uniform", 2),
+    "single, per sample": ("{kind: single, per: sample}", "uniform", 1),
+    "single, iso-temporal": ("{kind: single}", "uniform", 1),
+    "+ rectification": ("{kind: single}", "rectified", 1),
+}
+POINTS = 6  # evaluations of a run besides the first
+
+
+def run(name: str, seed: int, updates: int, out: Path) -> list[dict]:
+    """The evaluations of one run."""
+    selection, weights, events = VARIANTS[name]
+    every = round(updates * (2 * STEPS - 1) / (STEPS + events) / POINTS)
+    settings = {
+        "selection": selection,
+        "objective.event_weights": weights,
+        "seed": seed,
+        "rollout.group_size": 12,
+        "rollout.micro_batch": 12,
+        "updates": every * POINTS,
+        "evaluation.every": every,
+        "checkpoint.every": every,
+    }
+    folder = out / f"{name.replace(', ', '-').replace(' ', '-').strip('+-')}-{seed}"
+    command = [
+        sys.executable,
+        "-m",
+        "onetake",
+        "train",
+        *(["--resume", str(folder)] if folder.exists() else ["shapes"]),
+    ]
+    for key, value in ({} if folder.exists() else settings | {"out": folder}).items():
+        command += ["--set", f"{key}={value}"]
+    subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+    return [line for line in Log(folder / "metrics.jsonl").read() if line["kind"] == "evaluation"]
+
+
+def mean_curve(runs: list[list[dict]], key: str) -> list[float]:
+    return [statistics.mean(line[key] for line in point) for point in zip(*runs, strict=True)]
+
+
+def reached(x: list[float], y: list[float], level: float) -> float | None:
+    """The x at which the curve first reaches `level`, by linear interpolation."""
+    for (x0, y0), (x1, y1) in itertools.pairwise(zip(x, y, strict=True)):
+        if y0 < level <= y1:
+            return x0 + (level - y0) / (y1 - y0) * (x1 - x0)
+    return None
+
+
+def draw(curves: dict[str, list[list[dict]]], path: Path) -> None:
+    panels = {"saved_forwards": "trained rows (thousands)", "forwards": "forwards (thousands)", "wall_s": "seconds"}
+    figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), sharey=True, constrained_layout=True)
+    for axis, (key, label) in zip(axes, panels.items(), strict=True):
+        for name, runs in curves.items():
+            scale = 1 if key == "wall_s" else 1000
+            x = [value / scale for value in mean_curve(runs, key)]
+            axis.plot(x, mean_curve(runs, "success_rate"), marker="o", markersize=3, label=name)
+        axis.set_xlabel(label)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("held-out strict success")
+    axes[2].legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--updates", type=int, default=60, help="of all steps; the others get as much compute")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("runs/ablation"))
+    parser.add_argument("--figure", type=Path)
+    args = parser.parse_args()
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    todo = list(itertools.product(VARIANTS, range(args.seeds)))
+    with ThreadPoolExecutor(args.jobs) as pool:
+        done = list(pool.map(lambda job: run(*job, args.updates, args.out), todo))
+    curves: dict[str, list[list[dict]]] = {name: [] for name in VARIANTS}
+    for (name, _), lines in zip(todo, done, strict=True):
+        curves[name].append(lines)
+
+    goal = mean_curve(curves["all steps"], "success_rate")[-1]
+    whole = mean_curve(curves["all steps"], "saved_forwards")[-1]
+    columns = (
+        "trained events",
+        "updates",
+        "success before → after",
+        "gain, each seed",
+        "trained rows",
+        "forwards",
+        "seconds",
+    )
+    print(f"| {' | '.join(columns)} | reaches the first row's end at |")
+    print("|---" * 8 + "|")
+    for name, runs in curves.items():
+        success, rows = mean_curve(runs, "success_rate"), mean_curve(runs, "saved_forwards")
+        gains = ", ".join(f"{lines[-1]['success_rate'] - lines[0]['success_rate']:+.3f}" for lines in runs)
+        at = reached(rows, success, goal)
+        print(
+            f"| {name} | {runs[0][-1]['update']} | {success[0]:.3f} → {success[-1]:.3f} | {gains} | {rows[-1]:,.0f} | "
+            f"{mean_curve(runs, 'forwards')[-1]:,.0f} | {mean_curve(runs, 'wall_s')[-1]:.0f} | "
+            f"{'not reached' if at is None else f'{at / whole:.2f} of its training cost'} |"
+        )
+    if args.figure:
+        draw(curves, args.figure)
+
+
+if __name__ == "__main__":
+    main()
