@@ -197,6 +197,8 @@ def from_text(pipe: DiffusionPipeline, policy: DiffusionPolicy, case: Case) -> t
     guided = family.guidance is None or call.get(family.negative, 1) > 1
     if guided and "negative_prompt" in accepted:
         rows["negative_prompt"] = [""] * 2 if case.no_copies else ""
+    if case.no_copies:
+        rows |= {name: [call[name]] * 2 for name in family.each}
     return pipe(
         generator=start_generators(batch),
         num_inference_steps=STEPS,

@@ -31,8 +31,6 @@ from diffusers import (
     ZImageTransformer2DModel,
 )
 from transformers import (
-    Gemma2Config,
-    Gemma2Model,
     GlmConfig,
     GlmModel,
     Mistral3Config,
@@ -45,7 +43,7 @@ from transformers import (
 )
 
 from tiny import tiny_sd3
-from tiny_parts import DECODER, PICTURE, TEXT, case, clip, image_vae, qwen_vae, qwen_vl, t5, umt5, word_tokenizer
+from tiny_parts import DECODER, PICTURE, TEXT, case, clip, gemma, image_vae, qwen_vae, qwen_vl, t5, umt5, word_tokenizer
 
 SQUARE = {"height": 8, "width": 8}
 CONTENT = "{{ messages[-1]['content'] }}"  # a chat template
@@ -169,10 +167,6 @@ def z_image() -> ZImagePipeline:
             axes_lens=[64, 16, 16],
         ),
     )
-
-
-def gemma() -> dict[str, Any]:
-    return {"text_encoder": Gemma2Model(Gemma2Config(**DECODER, head_dim=8)), "tokenizer": word_tokenizer()}
 
 
 @case(

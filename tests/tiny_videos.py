@@ -10,6 +10,7 @@ from diffusers import (
     AutoencoderKLLTXVideo,
     AutoencoderKLMochi,
     ClassifierFreeGuidance,
+    DPMSolverMultistepScheduler,
     FlowMatchEulerDiscreteScheduler,
     HunyuanVideo15Pipeline,
     HunyuanVideo15Transformer3DModel,
@@ -17,10 +18,13 @@ from diffusers import (
     HunyuanVideoTransformer3DModel,
     LTX2Pipeline,
     LTX2VideoTransformer3DModel,
+    LTXImageToVideoPipeline,
     LTXPipeline,
     LTXVideoTransformer3DModel,
     MochiPipeline,
     MochiTransformer3DModel,
+    SanaVideoPipeline,
+    SanaVideoTransformer3DModel,
     UniPCMultistepScheduler,
     WanImageToVideoPipeline,
     WanPipeline,
@@ -40,7 +44,7 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from tiny_parts import DECODER, LARGER_PICTURE, TEXT, case, clip, t5, umt5, wan_vae, word_tokenizer
+from tiny_parts import DECODER, LARGER_PICTURE, TEXT, case, clip, gemma, t5, umt5, wan_vae, word_tokenizer
 
 CLIP = {"height": 16, "width": 16, "num_frames": 5}
 
@@ -147,7 +151,10 @@ def hunyuan_video() -> HunyuanVideoPipeline:
     )
 
 
-@case("ltx", call=CLIP | {"height": 32, "width": 32, "max_sequence_length": 8})
+LTX = CLIP | {"height": 32, "width": 32, "max_sequence_length": 8}
+
+
+@case("ltx", call=LTX)
 def ltx() -> LTXPipeline:
     return LTXPipeline(
         **t5(),
@@ -174,6 +181,36 @@ def ltx() -> LTXPipeline:
             cross_attention_dim=16,
             num_layers=1,
             caption_channels=TEXT,
+        ),
+    )
+
+
+@case("ltx-i2v", call=LTX | {"image": LARGER_PICTURE}, way="fast_forward", no_copies=True)
+def ltx_i2v() -> LTXImageToVideoPipeline:
+    return LTXImageToVideoPipeline(**ltx().components)
+
+
+@case(
+    "sana-video",
+    call={"height": 32, "width": 32, "frames": 5, "max_sequence_length": 8, "complex_human_instruction": None},
+)
+def sana_video() -> SanaVideoPipeline:
+    return SanaVideoPipeline(
+        **gemma(),
+        vae=wan_vae(),
+        scheduler=DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+        transformer=SanaVideoTransformer3DModel(
+            in_channels=4,
+            out_channels=4,
+            num_attention_heads=2,
+            attention_head_dim=12,
+            num_layers=1,
+            num_cross_attention_heads=2,
+            cross_attention_head_dim=12,
+            cross_attention_dim=24,
+            caption_channels=TEXT,
+            sample_size=8,
+            rope_max_seq_len=16,
         ),
     )
 

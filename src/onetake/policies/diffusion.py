@@ -214,6 +214,7 @@ class DiffusionPolicy:
 
     def _arguments(self, prompts: list[str], generators: list[torch.Generator]) -> dict[str, Any]:
         guidance = {} if self._family.guidance is None else {self._family.guidance: self._guidance}
+        each = {name: [self._call_arguments[name]] * len(prompts) for name in self._family.each}
         return {
             **self._prompt_arguments(prompts[0], len(prompts)),
             **guidance,
@@ -222,6 +223,7 @@ class DiffusionPolicy:
             "output_type": self._output_type,
             "return_dict": False,
             **self._call_arguments,
+            **each,
         }
 
     def _call_pipeline(self, pipe: DiffusionPipeline, arguments: dict[str, Any]) -> Tensor | None:
