@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import diffusers
 import pytest
 import torch
@@ -66,6 +70,14 @@ def test_every_refused_name_begins_a_pipeline_and_every_row_is_one():
     assert all(hasattr(diffusers, name) for name in FAMILIES)
 
 
+def test_no_family_costs_more_than_forty_lines():
+    script = Path(__file__).parent.parent / "benchmarks" / "family_lines.py"
+    told = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    lines = {name: int(count) for count, name in (line.split() for line in told.stdout.splitlines())}
+    assert lines.keys() == FAMILIES.keys()
+    assert 0 < min(lines.values()) <= max(lines.values()) <= 40
+
+
 class Unheard(StableDiffusion3Pipeline):
     """A pipeline that the table does not know."""
 
@@ -117,6 +129,7 @@ def test_momentum_is_refused():
         DiffusionPolicy(pipe, kernel=Flow(), steps=4)
 
 
+@pytest.mark.filterwarnings("ignore:.*__array__:DeprecationWarning")  # diffusers' LTX under NumPy 2
 def test_tokens_on_levels_of_their_own_are_refused():
     pipe = LTXConditionPipeline(**tiny("ltx").components | {"scheduler": FlowMatchEulerDiscreteScheduler()})
     pipe.set_progress_bar_config(disable=True)

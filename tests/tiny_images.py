@@ -210,6 +210,7 @@ def sana() -> SanaPipeline:
     "lumina2-truncated",
     call=LARGER | {"max_sequence_length": 8, "system_prompt": "a", "cfg_trunc_ratio": 0.6},
     way="fast_forward",
+    slow=True,
 )
 def lumina2() -> Lumina2Pipeline:
     return Lumina2Pipeline(

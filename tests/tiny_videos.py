@@ -34,6 +34,9 @@ from diffusers.pipelines.ltx2 import LTX2TextConnectors
 from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder
 from transformers import (
     ByT5Tokenizer,
+    CLIPImageProcessorPil,
+    CLIPVisionConfig,
+    CLIPVisionModel,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
@@ -49,7 +52,7 @@ from tiny_parts import DECODER, LARGER_PICTURE, TEXT, case, clip, gemma, t5, umt
 CLIP = {"height": 16, "width": 16, "num_frames": 5}
 
 
-def wan_transformer(in_channels: int = 4) -> WanTransformer3DModel:
+def wan_transformer(in_channels: int = 4, **image: int) -> WanTransformer3DModel:
     return WanTransformer3DModel(
         num_attention_heads=2,
         attention_head_dim=8,
@@ -60,6 +63,7 @@ def wan_transformer(in_channels: int = 4) -> WanTransformer3DModel:
         ffn_dim=16,
         num_layers=2,
         rope_max_seq_len=16,
+        **image,
     )
 
 
@@ -94,11 +98,23 @@ def wan5b() -> WanPipeline:
 
 @case("wan-2.1-i2v", call=CLIP | {"max_sequence_length": 8, "image": LARGER_PICTURE}, needs=("ftfy",))
 def wan_i2v() -> WanImageToVideoPipeline:
+    """The picture goes through an image encoder, and through the VAE beside the latents."""
+    vision = CLIPVisionConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        projection_dim=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=28,
+        patch_size=14,
+    )
     return WanImageToVideoPipeline(
         **umt5(),
         vae=wan_vae(),
         scheduler=unipc(),
-        transformer=wan_transformer(in_channels=12),
+        transformer=wan_transformer(in_channels=12, image_dim=16, added_kv_proj_dim=16),
+        image_encoder=CLIPVisionModel(vision),
+        image_processor=CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=28),
     )
 
 
@@ -117,6 +133,7 @@ TEMPLATE = {"template": "{}", "crop_start": 0}
 @case(
     "hunyuan-video-true-cfg",
     call=CLIP | {"max_sequence_length": 8, "prompt_template": TEMPLATE, "true_cfg_scale": 2.0},
+    slow=True,
 )
 def hunyuan_video() -> HunyuanVideoPipeline:
     return HunyuanVideoPipeline(
@@ -193,6 +210,7 @@ def ltx_i2v() -> LTXImageToVideoPipeline:
 @case(
     "sana-video",
     call={"height": 32, "width": 32, "frames": 5, "max_sequence_length": 8, "complex_human_instruction": None},
+    slow=True,
 )
 def sana_video() -> SanaVideoPipeline:
     return SanaVideoPipeline(

@@ -259,6 +259,12 @@ class DiffusionPolicy:
         assert outputs is not None
         return outputs
 
+    def draw(self, prompt: str, generators: list[torch.Generator]) -> Any:
+        """What the pipeline makes of `prompt` without events, one output for each generator, in the policy's output type."""
+        outputs = self._call_pipeline(self.pipe, self._arguments([prompt] * len(generators), generators))
+        assert outputs is not None
+        return outputs
+
     def score(self, batch: MicroBatch, old: Transition) -> Transition:
         return self._replay(self.pipe, batch, old, grad=True)
 
