@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from onetake.policies.diffusion import DiffusionPolicy
 from onetake.policies.scheduler import RolloutScheduler
 
@@ -23,15 +25,15 @@ class Loud(RolloutScheduler):
         return super().step(model_output * (1.01 if replay else 1.0), *args, **kwargs)
 
 
-def off_by_one(policy: DiffusionPolicy) -> None:
-    policy.scheduler.__class__ = Late
+def off_by_one(policy: DiffusionPolicy, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(policy.scheduler, "__class__", Late)
 
 
-def one_percent(policy: DiffusionPolicy) -> None:
-    policy.scheduler.__class__ = Loud
+def one_percent(policy: DiffusionPolicy, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(policy.scheduler, "__class__", Loud)
 
 
-def dtype_drift(policy: DiffusionPolicy) -> None:
+def dtype_drift(policy: DiffusionPolicy, patch: pytest.MonkeyPatch) -> None:
     """The stored action was rounded after it was scored."""
     rollout = policy.rollout
 
@@ -42,7 +44,7 @@ def dtype_drift(policy: DiffusionPolicy) -> None:
 
         return rollout(batch, later, grad=grad, entry=entry)
 
-    policy.rollout = rounded
+    patch.setattr(policy, "rollout", rounded)
 
 
 FAULTS = [(off_by_one, "another velocity"), (one_percent, "another velocity"), (dtype_drift, "stored in another dtype")]

@@ -182,9 +182,9 @@ def test_preflight_covers_every_event_of_single():
 
 
 @pytest.mark.parametrize(("plant", "cause"), FAULTS)
-def test_preflight_names_planted_faults(plant, cause):
+def test_preflight_names_planted_faults(plant, cause, monkeypatch):
     policy = policy_on()
-    plant(policy)
+    plant(policy, monkeypatch)
     with pytest.raises(PreflightError, match=cause):
         preflight(policy, Retain(), Grpo(), batches_of(policy))
 

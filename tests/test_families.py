@@ -184,6 +184,8 @@ def test_trained_weights_in_plain_diffusers(base, kind, tmp_path):
     again = base.policy(trainable=TRAINABLE[kind], moved=False)
     TRAINABLE[kind].load(again.pipe, tmp_path)
     assert torch.equal(ode(again), trained)
+    batch = ode_batch(again)
+    assert torch.equal(again.draw(batch.prompt, start_generators(batch)), trained)
 
 
 def from_text(pipe: DiffusionPipeline, policy: DiffusionPolicy, case: Case) -> torch.Tensor:
@@ -197,6 +199,8 @@ def from_text(pipe: DiffusionPipeline, policy: DiffusionPolicy, case: Case) -> t
     guided = family.guidance is None or call.get(family.negative, 1) > 1
     if guided and "negative_prompt" in accepted:
         rows["negative_prompt"] = [""] * 2 if case.no_copies else ""
+    if case.no_copies:
+        rows |= {name: [call[name]] * 2 for name in family.each}
     return pipe(
         generator=start_generators(batch),
         num_inference_steps=STEPS,
@@ -207,9 +211,8 @@ def from_text(pipe: DiffusionPipeline, policy: DiffusionPolicy, case: Case) -> t
 
 
 @pytest.mark.parametrize(("plant", "cause"), FAULTS)
-def test_preflight_names_planted_faults(base, plant, cause):
-    policy = base.policy()
-    plant(policy)
+def test_preflight_names_planted_faults(policy, plant, cause, monkeypatch):
+    plant(policy, monkeypatch)
     with pytest.raises(PreflightError, match=cause):
         preflight(policy, Retain(), Grpo(), batches_of(policy))
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import diffusers
 import pytest
 import torch
@@ -10,20 +14,22 @@ from diffusers import (
     DDIMScheduler,
     DPMSolverMultistepScheduler,
     FirstBlockCacheConfig,
+    FlowMatchEulerDiscreteScheduler,
     FlowMatchHeunDiscreteScheduler,
+    LTXConditionPipeline,
     StableDiffusion3Pipeline,
     UniPCMultistepScheduler,
 )
 
 from onetake.execution import Retain
 from onetake.execution.preflight import preflight
-from onetake.execution.sampling import RolloutConfig, deal
+from onetake.execution.sampling import RolloutConfig, deal, sample
 from onetake.objectives import Grpo
 from onetake.policies.adapters import Lora
 from onetake.policies.diffusion import DiffusionPolicy
 from onetake.policies.families import FAMILIES, REFUSED, refuse
 from onetake.policies.scheduler import RolloutScheduler
-from onetake.records import Address
+from onetake.records import Address, MicroBatch
 from onetake.selection import All
 from onetake.transitions import Flow
 from tiny import tiny_sd3
@@ -34,6 +40,11 @@ CALL = {"max_sequence_length": 8}
 
 def policy_on(pipe, **call) -> DiffusionPolicy:
     return DiffusionPolicy(pipe, kernel=Flow(), steps=4, call=CALL | call)
+
+
+def batches_of(policy: DiffusionPolicy) -> list[MicroBatch]:
+    size = RolloutConfig(groups=1, group_size=2, micro_batch=2)
+    return deal(size, ["first"], policy, All(), Grpo(), Address(seed=0, stream="train", update=0))
 
 
 @pytest.mark.parametrize(
@@ -59,6 +70,14 @@ def test_every_refused_name_begins_a_pipeline_and_every_row_is_one():
     assert all(hasattr(diffusers, name) for name in FAMILIES)
 
 
+def test_no_family_costs_more_than_forty_lines():
+    script = Path(__file__).parent.parent / "benchmarks" / "family_lines.py"
+    told = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    lines = {name: int(count) for count, name in (line.split() for line in told.stdout.splitlines())}
+    assert lines.keys() == FAMILIES.keys()
+    assert 0 < min(lines.values()) <= max(lines.values()) <= 40
+
+
 class Unheard(StableDiffusion3Pipeline):
     """A pipeline that the table does not know."""
 
@@ -70,9 +89,7 @@ def test_a_pipeline_without_a_row_works_with_inferred_defaults():
     Lora(rank=2).attach(pipe, 0)
     policy = policy_on(pipe)
     assert policy.ways == ("fast_forward",)  # nothing is known that would make the tail of the schedule safe
-    size = RolloutConfig(groups=1, group_size=2, micro_batch=2)
-    batches = deal(size, ["first"], policy, All(), Grpo(), Address(seed=0, stream="train", update=0))
-    assert preflight(policy, Retain(), Grpo(), batches).gradient_error == 0
+    assert preflight(policy, Retain(), Grpo(), batches_of(policy)).gradient_error == 0
 
 
 class WithoutGuidance(Unheard):
@@ -110,6 +127,16 @@ def test_momentum_is_refused():
     pipe.guider = AdaptiveProjectedGuidance(adaptive_projected_guidance_momentum=-0.5)
     with pytest.raises(ValueError, match="the guider of HunyuanVideo15Pipeline has momentum"):
         DiffusionPolicy(pipe, kernel=Flow(), steps=4)
+
+
+@pytest.mark.filterwarnings("ignore:.*__array__:DeprecationWarning")  # diffusers' LTX under NumPy 2
+def test_tokens_on_levels_of_their_own_are_refused():
+    pipe = LTXConditionPipeline(**tiny("ltx").components | {"scheduler": FlowMatchEulerDiscreteScheduler()})
+    pipe.set_progress_bar_config(disable=True)
+    call = {"height": 32, "width": 32, "num_frames": 5, "max_sequence_length": 8}
+    policy = DiffusionPolicy(pipe, kernel=Flow(), steps=4, call=call)
+    with pytest.raises(ValueError, match="it denoises tokens on noise levels of their own"):
+        sample(policy, Retain(), batches_of(policy))
 
 
 def test_noise_levels_above_one_are_refused():

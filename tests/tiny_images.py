@@ -31,8 +31,6 @@ from diffusers import (
     ZImageTransformer2DModel,
 )
 from transformers import (
-    Gemma2Config,
-    Gemma2Model,
     GlmConfig,
     GlmModel,
     Mistral3Config,
@@ -45,7 +43,7 @@ from transformers import (
 )
 
 from tiny import tiny_sd3
-from tiny_parts import DECODER, PICTURE, TEXT, case, clip, image_vae, qwen_vae, qwen_vl, t5, umt5, word_tokenizer
+from tiny_parts import DECODER, PICTURE, TEXT, case, clip, gemma, image_vae, qwen_vae, qwen_vl, t5, umt5, word_tokenizer
 
 SQUARE = {"height": 8, "width": 8}
 CONTENT = "{{ messages[-1]['content'] }}"  # a chat template
@@ -171,10 +169,6 @@ def z_image() -> ZImagePipeline:
     )
 
 
-def gemma() -> dict[str, Any]:
-    return {"text_encoder": Gemma2Model(Gemma2Config(**DECODER, head_dim=8)), "tokenizer": word_tokenizer()}
-
-
 @case(
     "sana",
     call={"height": 32, "width": 32, "max_sequence_length": 8, "complex_human_instruction": None},
@@ -216,6 +210,7 @@ def sana() -> SanaPipeline:
     "lumina2-truncated",
     call=LARGER | {"max_sequence_length": 8, "system_prompt": "a", "cfg_trunc_ratio": 0.6},
     way="fast_forward",
+    slow=True,
 )
 def lumina2() -> Lumina2Pipeline:
     return Lumina2Pipeline(

@@ -17,6 +17,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
+    Gemma2Config,
+    Gemma2Model,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -133,6 +135,10 @@ def qwen_vl() -> dict[str, Any]:
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": TEXT}
     config = Qwen2_5_VLConfig(text_config=DECODER | {"rope_parameters": rope}, vision_config=vision)
     return {"text_encoder": Qwen2_5_VLForConditionalGeneration(config), "tokenizer": word_tokenizer()}
+
+
+def gemma() -> dict[str, Any]:
+    return {"text_encoder": Gemma2Model(Gemma2Config(**DECODER, head_dim=8)), "tokenizer": word_tokenizer()}
 
 
 def image_vae(**settings: Any) -> AutoencoderKL:

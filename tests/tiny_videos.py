@@ -10,6 +10,7 @@ from diffusers import (
     AutoencoderKLLTXVideo,
     AutoencoderKLMochi,
     ClassifierFreeGuidance,
+    DPMSolverMultistepScheduler,
     FlowMatchEulerDiscreteScheduler,
     HunyuanVideo15Pipeline,
     HunyuanVideo15Transformer3DModel,
@@ -17,10 +18,13 @@ from diffusers import (
     HunyuanVideoTransformer3DModel,
     LTX2Pipeline,
     LTX2VideoTransformer3DModel,
+    LTXImageToVideoPipeline,
     LTXPipeline,
     LTXVideoTransformer3DModel,
     MochiPipeline,
     MochiTransformer3DModel,
+    SanaVideoPipeline,
+    SanaVideoTransformer3DModel,
     UniPCMultistepScheduler,
     WanImageToVideoPipeline,
     WanPipeline,
@@ -30,6 +34,9 @@ from diffusers.pipelines.ltx2 import LTX2TextConnectors
 from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder
 from transformers import (
     ByT5Tokenizer,
+    CLIPImageProcessorPil,
+    CLIPVisionConfig,
+    CLIPVisionModel,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
@@ -40,12 +47,12 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from tiny_parts import DECODER, LARGER_PICTURE, TEXT, case, clip, t5, umt5, wan_vae, word_tokenizer
+from tiny_parts import DECODER, LARGER_PICTURE, TEXT, case, clip, gemma, t5, umt5, wan_vae, word_tokenizer
 
 CLIP = {"height": 16, "width": 16, "num_frames": 5}
 
 
-def wan_transformer(in_channels: int = 4) -> WanTransformer3DModel:
+def wan_transformer(in_channels: int = 4, **image: int) -> WanTransformer3DModel:
     return WanTransformer3DModel(
         num_attention_heads=2,
         attention_head_dim=8,
@@ -56,6 +63,7 @@ def wan_transformer(in_channels: int = 4) -> WanTransformer3DModel:
         ffn_dim=16,
         num_layers=2,
         rope_max_seq_len=16,
+        **image,
     )
 
 
@@ -90,11 +98,23 @@ def wan5b() -> WanPipeline:
 
 @case("wan-2.1-i2v", call=CLIP | {"max_sequence_length": 8, "image": LARGER_PICTURE}, needs=("ftfy",))
 def wan_i2v() -> WanImageToVideoPipeline:
+    """The picture goes through an image encoder, and through the VAE beside the latents."""
+    vision = CLIPVisionConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        projection_dim=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=28,
+        patch_size=14,
+    )
     return WanImageToVideoPipeline(
         **umt5(),
         vae=wan_vae(),
         scheduler=unipc(),
-        transformer=wan_transformer(in_channels=12),
+        transformer=wan_transformer(in_channels=12, image_dim=16, added_kv_proj_dim=16),
+        image_encoder=CLIPVisionModel(vision),
+        image_processor=CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=28),
     )
 
 
@@ -113,6 +133,7 @@ TEMPLATE = {"template": "{}", "crop_start": 0}
 @case(
     "hunyuan-video-true-cfg",
     call=CLIP | {"max_sequence_length": 8, "prompt_template": TEMPLATE, "true_cfg_scale": 2.0},
+    slow=True,
 )
 def hunyuan_video() -> HunyuanVideoPipeline:
     return HunyuanVideoPipeline(
@@ -147,7 +168,10 @@ def hunyuan_video() -> HunyuanVideoPipeline:
     )
 
 
-@case("ltx", call=CLIP | {"height": 32, "width": 32, "max_sequence_length": 8})
+LTX = CLIP | {"height": 32, "width": 32, "max_sequence_length": 8}
+
+
+@case("ltx", call=LTX)
 def ltx() -> LTXPipeline:
     return LTXPipeline(
         **t5(),
@@ -174,6 +198,37 @@ def ltx() -> LTXPipeline:
             cross_attention_dim=16,
             num_layers=1,
             caption_channels=TEXT,
+        ),
+    )
+
+
+@case("ltx-i2v", call=LTX | {"image": LARGER_PICTURE}, way="fast_forward", no_copies=True)
+def ltx_i2v() -> LTXImageToVideoPipeline:
+    return LTXImageToVideoPipeline(**ltx().components)
+
+
+@case(
+    "sana-video",
+    call={"height": 32, "width": 32, "frames": 5, "max_sequence_length": 8, "complex_human_instruction": None},
+    slow=True,
+)
+def sana_video() -> SanaVideoPipeline:
+    return SanaVideoPipeline(
+        **gemma(),
+        vae=wan_vae(),
+        scheduler=DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+        transformer=SanaVideoTransformer3DModel(
+            in_channels=4,
+            out_channels=4,
+            num_attention_heads=2,
+            attention_head_dim=12,
+            num_layers=1,
+            num_cross_attention_heads=2,
+            cross_attention_head_dim=12,
+            cross_attention_dim=24,
+            caption_channels=TEXT,
+            sample_size=8,
+            rope_max_seq_len=16,
         ),
     )
 

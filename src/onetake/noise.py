@@ -43,7 +43,7 @@ def transition_noise(batch: MicroBatch, index: int, like: Tensor, stream: int = 
 
     Streams that are denoised side by side (video and audio) draw apart.
     """
-    address = [index] if stream == 0 else [index, stream]
+    address = (index,) if stream == 0 else (index, stream)
     draws = [
         torch.randn(like.shape[1:], generator=_sample_generator(batch, s, "event", *address), dtype=like.dtype)
         for s in batch.samples

@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from PIL.Image import Image
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -22,7 +23,7 @@ from onetake.checkpoint import Checkpoint, Checkpoints, read
 from onetake.evaluation import Evaluation
 from onetake.execution.preflight import Preflight
 from onetake.policies.adapters import apply_weights
-from onetake.policies.diffusion import load_pipeline
+from onetake.policies.diffusion import DiffusionPolicy, load_pipeline
 from onetake.recipe import Recipe
 from onetake.records import Address
 from onetake.report import write
@@ -142,28 +143,41 @@ def closing_lines(outcome: Outcome) -> list[str]:
 
 
 def draw(checkpoint: Path, prompts: list[str], out: Path, *, images: int, seed: int) -> list[Path]:
-    """PNG files of `prompts` by the plain pipeline with a checkpoint's weights. Raises ValueError if it is no checkpoint."""
+    """PNG files (GIF files of videos) of `prompts` with a checkpoint's weights. Raises ValueError if it is no checkpoint."""
     found = find_checkpoint(checkpoint)
     recipe = config.load((found.folder / "config.yaml").read_text())
-    pipe = load_pipeline(recipe.pipeline_source, recipe.policy)
+    chosen = recipe.policy
+    pipe = load_pipeline(recipe.pipeline_source, chosen)
     apply_weights(pipe, found.evaluated)
     pipe.to(device_of(recipe))
+    policy = DiffusionPolicy(
+        pipe,
+        kernel=chosen.kernel,
+        steps=recipe.evaluation.steps or chosen.steps,
+        guidance=chosen.guidance,
+        negative_prompt=chosen.negative_prompt,
+        call=chosen.call,
+        output_type="pil",
+    )
     out.mkdir(parents=True, exist_ok=True)
     paths = []
     for number, prompt in enumerate(prompts):
-        drawn = pipe.__call__(
-            prompt,
-            num_images_per_prompt=images,
-            num_inference_steps=recipe.evaluation.steps or recipe.policy.steps,
-            guidance_scale=recipe.policy.guidance,
-            negative_prompt=recipe.policy.negative_prompt,
-            generator=[torch.Generator().manual_seed(seed + i) for i in range(images)],
-            **recipe.policy.call,
-        ).images
-        for i, image in enumerate(drawn):
-            paths.append(out / f"{number:03d}-{i:02d}-{prompt.replace(' ', '-')[:60].replace('/', '-')}.png")
-            image.save(paths[-1])
+        drawn = policy.draw(prompt, [torch.Generator().manual_seed(seed + i) for i in range(images)])
+        for i, made in enumerate(drawn):
+            name = f"{number:03d}-{i:02d}-{prompt.replace(' ', '-')[:60].replace('/', '-')}"
+            paths.append(save_drawn(made, out / name))
     return paths
+
+
+def save_drawn(made: Image | list[Image], stem: Path) -> Path:
+    """An image as ``stem.png``, a video's frames as ``stem.gif``."""
+    if isinstance(made, list):
+        path = stem.with_name(f"{stem.name}.gif")
+        made[0].save(path, save_all=True, append_images=made[1:], duration=125, loop=0)
+    else:
+        path = stem.with_name(f"{stem.name}.png")
+        made.save(path)
+    return path
 
 
 def find_checkpoint(folder: Path) -> Checkpoint:

@@ -233,6 +233,7 @@ class DiffusionPolicy:
 
     def _arguments(self, prompts: list[str], generators: list[torch.Generator], steps: int) -> dict[str, Any]:
         guidance = {} if self._family.guidance is None else {self._family.guidance: self._guidance}
+        each = {name: [self._call_arguments[name]] * len(prompts) for name in self._family.each}
         return {
             **self._prompt_arguments(prompts[0], len(prompts)),
             **guidance,
@@ -241,6 +242,7 @@ class DiffusionPolicy:
             "output_type": self._output_type,
             "return_dict": False,
             **self._call_arguments,
+            **each,
         }
 
     def _call_pipeline(self, pipe: DiffusionPipeline, arguments: dict[str, Any]) -> Tensor | None:
@@ -271,6 +273,12 @@ class DiffusionPolicy:
         self._play(self.pipe, episode)
         assert episode.reached is not None
         return Entry(index=batch.first, sample=episode.reached)
+
+    def draw(self, prompt: str, generators: list[torch.Generator]) -> Any:
+        """What the pipeline makes of `prompt` without events, one output for each generator, in the policy's output type."""
+        outputs = self._call_pipeline(self.pipe, self._arguments([prompt] * len(generators), generators, self._steps))
+        assert outputs is not None
+        return outputs
 
     def score(self, batch: MicroBatch, old: Transition) -> Transition:
         return self._replay(self.pipe, batch, old, grad=True)

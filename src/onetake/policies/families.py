@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from diffusers import CacheMixin
+from diffusers.models.cache_utils import CacheMixin
 from torch import Tensor, nn
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
@@ -33,6 +33,8 @@ class Family:
     """Call argument that ``policy.guidance`` sets. None: it belongs to the pipeline's ``guider`` component."""
     negative: str | None = "guidance_scale"
     """Call argument that turns the negative prompt on, above 1. None: the pipeline knows no negative prompt."""
+    each: tuple[str, ...] = ()
+    """Call arguments of which the call wants one for every output, not one for all."""
     ways: tuple[str, ...] = ("tail", "fast_forward")
     """Ways to re-score that may hold; a ``latents`` argument that is rescaled, blended or ignored rules ``tail`` out."""
     indexed: tuple[str, ...] = ()
@@ -69,6 +71,8 @@ _FLUX = Family(
     embeds=("prompt_embeds", "pooled_prompt_embeds", "text_ids"), negative_apart=True, negative="true_cfg_scale"
 )
 
+# the default negative prompt is a text, refused beside embeddings
+_SANA = Family(embeds=_MASKED_PROMPTS, call={"negative_prompt": None, "use_resolution_binning": False})
 _FLUX2_TARGETS = (*ATTENTION, "attn.to_qkv_mlp_proj", "attn.to_out")
 _NO_LATENTS = ("fast_forward",)  # the call takes latents in another layout than steps see
 # the last block's text is thrown away: its queries, their normalisation, its output and its feed-forward
@@ -97,9 +101,14 @@ FAMILIES: dict[str, Family] = {
         negative="true_cfg_scale",
     ),
     "LTXPipeline": Family(embeds=_MASKED_PROMPTS),
+    "LTXImageToVideoPipeline": Family(
+        embeds=_MASKED_PROMPTS,
+        each=("image",),
+        ways=("fast_forward",),  # steps see the frames after the picture's
+    ),
     "ZImagePipeline": Family(embeds=_PROMPTS),
-    # the default negative prompt is a text, refused beside embeddings
-    "SanaPipeline": Family(embeds=_MASKED_PROMPTS, call={"negative_prompt": None, "use_resolution_binning": False}),
+    "SanaPipeline": _SANA,
+    "SanaVideoPipeline": _SANA,
     "Lumina2Pipeline": Family(
         embeds=_MASKED_PROMPTS,
         indexed=("cfg_trunc_ratio",),  # a share of the number of steps

@@ -188,6 +188,11 @@ class RolloutScheduler(FlowMatchEulerDiscreteScheduler):
         episode = self._episode
         if episode is None:
             return super().step(model_output, timestep, sample, *args, return_dict=return_dict, **kwargs)
+        if kwargs.get("per_token_timesteps") is not None:
+            raise ValueError(
+                "policy.pipeline: it denoises tokens on noise levels of their own (per_token_timesteps), and the kernels "
+                "have one level for an event; such a pipeline cannot be trained"
+            )
         if self.step_index is None:
             self._init_step_index(timestep)
         index = self.upcoming
