@@ -266,6 +266,27 @@ def test_large_images_are_scaled_down():
     assert Image.open(io.BytesIO(base64.b64decode(encoded))).size == (160, 320)
 
 
+def test_videos_are_animated():
+    frames = np.stack([np.full((16, 24, 3), shade, np.uint8) for shade in (10, 120, 240)])
+    kind, _, encoded = data_uri(frames).partition(",")
+    video = Image.open(io.BytesIO(base64.b64decode(encoded)))
+    assert kind == "data:image/webp;base64"
+    assert (video.n_frames, video.size) == (3, (24, 16))
+
+
+def test_several_rewards_have_a_curve_each(tmp_path: Path):
+    folder = make_run(tmp_path / "r", updates=6, evaluate_every=3)
+    path, lines = folder / "metrics.jsonl", []
+    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+        lines.append(json.dumps(line | {"rewards": {"objects": 0.9, "left <of>": 0.1 * line["update"]}}))
+    assert "mean, before its weight" not in write([folder], tmp_path / "one.html").read_text()
+    path.write_text("\n".join(lines) + "\n")
+    page = write([folder], tmp_path / "several.html").read_text()
+    assert page.count("mean, before its weight") == 2 * 3  # against updates, wall-clock and forwards
+    assert "left &lt;of&gt;" in page
+    assert "left <of>" not in page
+
+
 def test_folders_that_are_no_runs_are_refused(tmp_path: Path):
     empty, half, begun = tmp_path / "empty", tmp_path / "half", tmp_path / "begun"
     for folder in (empty, half, begun):

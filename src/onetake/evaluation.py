@@ -36,7 +36,7 @@ class Evaluation:
 
     prompts: list[str]
     samples: list[int]
-    images: Tensor  # (n, 3, H, W) in [0, 1]
+    images: Tensor  # (n, [frames,] 3, H, W) in [0, 1]
     scores: Tensor  # (n,)
     rewards: dict[str, float]  # mean of each reward by name
     success_at: float | None
@@ -62,7 +62,7 @@ class Evaluation:
 
 
 def diversity(images: Tensor) -> float:
-    """Mean over prompts of the mean pairwise RMS pixel difference; images (prompts, samples, 3, H, W) in [0, 1]."""
+    """Mean over prompts of the mean pairwise RMS pixel difference; images (prompts, samples, [frames,] 3, H, W) in [0, 1]."""
     flat = images.flatten(2).double()
     pairs = torch.triu_indices(flat.shape[1], flat.shape[1], 1)
     differences = flat[:, pairs[0]] - flat[:, pairs[1]]
@@ -110,9 +110,9 @@ def evaluate(policy: Policy, task: Task, config: EvaluationConfig, *, seed: int)
 
 
 def save(evaluation: Evaluation, task: Task, folder: Path, update: int) -> None:
-    """``update-NNNNNN.npz`` (images uint8 (n, H, W, 3), scores) and ``.json`` (prompt, sample, score, verdict)."""
+    """``update-NNNNNN.npz`` (images uint8 (n, [frames,] H, W, 3), scores) and ``.json`` (prompt, sample, score, verdict)."""
     folder.mkdir(exist_ok=True)
-    pixels = (evaluation.images.clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).numpy()
+    pixels = (evaluation.images.clamp(0, 1) * 255).round().byte().movedim(-3, -1).numpy()
     np.savez_compressed(folder / f"update-{update:06d}.npz", images=pixels, scores=evaluation.scores.numpy())
     rows = [
         {

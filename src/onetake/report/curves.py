@@ -104,6 +104,11 @@ def _reward_charts(runs: Sequence[Run], x_key: str) -> str:
     if success:
         axis = Axis(name=f"success-{x_key}", title="Success rate", x_label=label, percent=True)
         charts.insert(0, _figure("Success", "", success, axis))
+    several = dict.fromkeys(key for run in runs for line in run.updates for key in line if key.startswith("reward "))
+    for number, key in enumerate(several):
+        axis = Axis(name=f"reward{number}-{x_key}", title=key, x_label=label)
+        curves = _reward_curves(runs, x_key, scale, key)
+        charts.append(_figure(escape(key.removeprefix("reward ")), "mean, before its weight", curves, axis))
     return "".join(charts)
 
 

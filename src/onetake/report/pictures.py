@@ -17,6 +17,7 @@ from onetake.report.text import score
 CARDS = 12
 LARGEST_SIDE = 320  # px; larger images are scaled down to keep the page small
 SHOWN_FAILURES = 3
+FRAME_MS = 125  # of a video
 PIXELATED_BELOW = 128  # px; smaller images are enlarged without blur
 
 
@@ -99,7 +100,7 @@ def _card(columns: Sequence[Column], row: int) -> str:
 
 def _picture(column: Column, row: int, prompt: str) -> str:
     image, record = column.pictures.images[row], column.pictures.records[row]
-    small = ' class="pixelated"' if max(image.shape[:2]) < PIXELATED_BELOW else ""
+    small = ' class="pixelated"' if max(image.shape[-3:-1]) < PIXELATED_BELOW else ""
     label = escape(column.label)
     return (
         f'<figure><img src="{data_uri(image)}" alt="{label}: {prompt}"{small}>'
@@ -108,12 +109,17 @@ def _picture(column: Column, row: int, prompt: str) -> str:
 
 
 def data_uri(image: np.ndarray) -> str:
-    """PNG of a uint8 (H, W, 3) image, at most LARGEST_SIDE px wide and high."""
-    picture = Image.fromarray(image)
-    picture.thumbnail((LARGEST_SIDE, LARGEST_SIDE), Image.Resampling.LANCZOS)
-    file = io.BytesIO()
-    picture.save(file, format="PNG", optimize=True)
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode("ascii")
+    """PNG of a uint8 (H, W, 3) image, or animated WebP of (frames, H, W, 3), at most LARGEST_SIDE px wide and high."""
+    pictures = [Image.fromarray(frame) for frame in (image if image.ndim == 4 else image[None])]
+    for picture in pictures:
+        picture.thumbnail((LARGEST_SIDE, LARGEST_SIDE), Image.Resampling.LANCZOS)
+    first, *rest = pictures
+    file, kind = io.BytesIO(), "webp" if rest else "png"
+    if rest:
+        first.save(file, format="WEBP", lossless=True, save_all=True, append_images=rest, duration=FRAME_MS, loop=0)
+    else:
+        first.save(file, format="PNG", optimize=True)
+    return f"data:image/{kind};base64," + base64.b64encode(file.getvalue()).decode("ascii")
 
 
 def verdict(value: float, constraints: dict[str, bool]) -> str:

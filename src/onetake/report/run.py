@@ -19,7 +19,7 @@ REQUIRED = ("config.yaml", "metrics.jsonl")
 
 @dataclass(frozen=True, kw_only=True)
 class Pictures:
-    """The images of one evaluation; `images` is uint8 (n, H, W, 3), `records` says what each one is and scored."""
+    """The images of one evaluation; `images` is uint8 (n, [frames,] H, W, 3), `records` says what each one is and scored."""
 
     update: int
     images: np.ndarray
@@ -85,7 +85,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 def _load(folder: Path, name: str) -> Run:
     _check(folder)
-    lines = Log(folder / "metrics.jsonl").read()
+    lines = [_with_rewards(line) for line in Log(folder / "metrics.jsonl").read()]
     if not lines:
         raise ValueError(f"{folder}: metrics.jsonl holds no complete line yet, so there is nothing to report")
     config_text = (folder / "config.yaml").read_text(encoding="utf-8")
@@ -105,6 +105,12 @@ def _load(folder: Path, name: str) -> Run:
         before=before,
         after=after,
     )
+
+
+def _with_rewards(line: Line) -> Line:
+    """Several rewards become columns of their own, named ``reward NAME``."""
+    rewards = line.get("rewards", {})
+    return line | {f"reward {name}": value for name, value in rewards.items()} if len(rewards) > 1 else line
 
 
 def _check(folder: Path) -> None:
