@@ -23,6 +23,8 @@ SELECTIONS = {
     "fraction shared": Fraction(fraction=0.6, per="update"),
     "window": Window(size=2),
     "single": Single(),
+    "single per sample": Single(per="sample"),
+    "sliding": Window(size=2, place="sliding"),
 }
 OBJECTIVES = {
     "per_dim": Grpo(),
