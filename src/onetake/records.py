@@ -111,6 +111,7 @@ class Rollout:
     transitions: list[list[Transition]]  # per micro-batch, events ascending, without graphs
     outputs: list[Tensor]  # per micro-batch, what the reward sees (B, ...)
     kept: list[Any]  # per micro-batch, what the execution holds until the advantages arrive; it alone knows what
+    trained: list[int]  # per micro-batch, rows of forward calls that ran with gradients while sampling
     version: int  # of the policy that sampled it
     parts: list[dict[str, Tensor]] = field(
         default_factory=list[dict[str, Tensor]]
@@ -142,7 +143,7 @@ class Rollout:
             mine += theirs
 
     def _columns(self) -> list[list[Any]]:
-        return [self.batches, self.transitions, self.outputs, self.kept, self.parts]
+        return [self.batches, self.transitions, self.outputs, self.kept, self.trained, self.parts]
 
     def table(self, values: list[Tensor]) -> Tensor:
         """(P, G) float64 from one (B,) tensor per micro-batch, by group and sample index."""

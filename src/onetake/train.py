@@ -149,6 +149,7 @@ class Run:
             resampled += len(dead)
         if number % self.recipe.recheck == 0 and number and self.execution.grad:
             recheck(self.policy, rollout, number // self.recipe.recheck)
+        self.saved_forwards += sum(rollout.trained)  # while sampling: no second forward
         columns = {**self._reward_columns(rollout), "resampled_groups": resampled}
         for repetition in range(self.recipe.updates_per_rollout):
             first = repetition == 0
@@ -163,10 +164,9 @@ class Run:
 
     def sample(self, batches: list[MicroBatch], clock: Stopwatch) -> Rollout:
         with self.phase(clock, "sampling"):
-            decoding, trained = self.policy.decode_seconds, self.policy.trained_forwards
+            decoding = self.policy.decode_seconds
             rollout = sample(self.policy, self.execution, batches)
             decoding = self.policy.decode_seconds - decoding
-            self.saved_forwards += self.policy.trained_forwards - trained  # trained while sampling: no second forward
         clock.seconds["sampling"] -= decoding
         clock.seconds["decoding"] += decoding
         return rollout

@@ -99,12 +99,13 @@ def sample(policy: Policy, execution: Execution, batches: list[MicroBatch]) -> R
 
     What a group's samples share, the steps before its first event, is computed once (for micro-batches dealt in a row).
     """
-    rollout = Rollout(batches=[], transitions=[], outputs=[], kept=[], version=policy.version)
+    rollout = Rollout(batches=[], transitions=[], outputs=[], kept=[], trained=[], version=policy.version)
     entry, entered = None, None
     for batch in batches:
         if batch.group != entered:
             entry, entered = policy.prefix(batch) if batch.first else None, batch.group
         events: list[Transition] = []
+        trained = policy.trained_forwards
         with execution.observing(policy, batch) as (observe, kept):
 
             def record(transition: Transition) -> None:
@@ -118,6 +119,7 @@ def sample(policy: Policy, execution: Execution, batches: list[MicroBatch]) -> R
         rollout.batches.append(batch)
         rollout.transitions.append(events)
         rollout.kept.append(kept)
+        rollout.trained.append(policy.trained_forwards - trained)
     return rollout
 
 
