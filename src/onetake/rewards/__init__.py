@@ -14,11 +14,15 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from onetake.rewards.clip import ClipScore, pickscore
 from onetake.rewards.jpeg import jpeg_size
 
 Reward = Callable[[Tensor, list[str]], Tensor]
 
-REWARDS: dict[str, Reward] = {"jpeg": jpeg_size}
+REWARDS: dict[str, Reward] = {"jpeg": jpeg_size, "pickscore": pickscore(None)}
+"""By name alone."""
+MODELS: dict[str, Callable[[str], Reward]] = {"clip": ClipScore, "pickscore": pickscore}
+"""By name and the folder or hub repository of their model, as in ``clip:openai/clip-vit-large-patch14``."""
 
 
 def load_reward(name: str) -> Reward:
@@ -26,9 +30,11 @@ def load_reward(name: str) -> Reward:
     if name in REWARDS:
         return REWARDS[name]
     module, _, function = name.partition(":")
+    if module in MODELS and function:
+        return MODELS[module](function)
     if not (module and function):
         raise ValueError(
-            f"task.reward: {name!r} is not a reward; built in are {', '.join(sorted(REWARDS))}, and your own is "
+            f"task.reward: {name!r} is not a reward; built in are {', '.join(sorted(REWARDS))} and clip:MODEL, and your own is "
             "written module:function"
         )
     try:
