@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 
 from onetake.cli import app
 from onetake.metrics import Log
+from onetake.session import save_drawn
 from tiny import tiny_sd3, tiny_task
 
 
@@ -237,3 +238,10 @@ def test_resume_and_sample_of_what_is_no_run(tmp_path):
     refused(onetake("train", "--resume", tmp_path), "not a run folder")
     refused(onetake("sample", tmp_path, "first"), "neither a run folder")
     refused(onetake("report", tmp_path), "metrics.jsonl")
+
+
+def test_a_drawn_video_is_saved_with_all_its_frames(tmp_path):
+    frames = [Image.new("RGB", (8, 8), (60 * n, 0, 0)) for n in range(4)]
+    path = save_drawn(frames, tmp_path / "000-00-a-v1.5-clip")
+    with Image.open(path) as video:
+        assert (path.name, video.n_frames) == ("000-00-a-v1.5-clip.gif", 4)

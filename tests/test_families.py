@@ -24,7 +24,7 @@ from onetake.policies.adapters import Full, Lora, apply_weights
 from onetake.policies.diffusion import DiffusionPolicy, PolicyConfig, load_pipeline
 from onetake.policies.families import family_of
 from onetake.records import Address, MicroBatch
-from onetake.selection import All
+from onetake.selection import All, Window
 from onetake.transitions import Flow
 from tiny_families import CASES, Case, tiny
 
@@ -215,6 +215,17 @@ def test_preflight_names_planted_faults(policy, plant, cause, monkeypatch):
     plant(policy, monkeypatch)
     with pytest.raises(PreflightError, match=cause):
         preflight(policy, Retain(), Grpo(), batches_of(policy))
+
+
+def test_a_model_whose_noise_levels_are_not_selected_is_told():
+    pipe = tiny("wan-2.2")
+    Lora(rank=2).attach(pipe, 0)
+    policy = DiffusionPolicy(pipe, kernel=Flow(), steps=STEPS, call=CASES["wan-2.2"].call)
+    early = Window(size=1, start=0, place="fixed")
+    address = Address(seed=0, stream="train", update=0)
+    found = preflight(policy, Retain(), Grpo(), deal(SIZE, PROMPTS, policy, early, Grpo(), address))
+    assert found.unreached == ["transformer_2"]
+    assert preflight(policy, Retain(), Grpo(), batches_of(policy)).unreached == []
 
 
 def test_overwritten_frames_are_no_actions():

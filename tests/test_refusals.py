@@ -106,6 +106,13 @@ def test_what_a_pipeline_lacks_is_named():
         policy_on(stock)
 
 
+def test_lora_on_a_transformer_without_adapters_is_refused():
+    stock = tiny_sd3()
+    stock.transformer = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="diffusers' Linear does not; use trainable: full"):
+        Lora().attach(stock, 0)
+
+
 def test_call_arguments_that_the_pipeline_does_not_take_are_named():
     with pytest.raises(
         ValueError, match=r"policy\.call: StableDiffusion3Pipeline takes no argument true_cfg; it takes"

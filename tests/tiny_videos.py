@@ -96,7 +96,7 @@ def wan5b() -> WanPipeline:
     return WanPipeline(**umt5(), vae=wan_vae(), scheduler=unipc(), transformer=wan_transformer(), expand_timesteps=True)
 
 
-@case("wan-2.1-i2v", call=CLIP | {"max_sequence_length": 8, "image": LARGER_PICTURE}, needs=("ftfy",))
+@case("wan-2.1-i2v", call=CLIP | {"max_sequence_length": 8, "image": LARGER_PICTURE}, needs=("ftfy",), no_copies=True)
 def wan_i2v() -> WanImageToVideoPipeline:
     """The picture goes through an image encoder, and through the VAE beside the latents."""
     vision = CLIPVisionConfig(

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import torch
 from diffusers import DiffusionPipeline
+from diffusers.loaders import PeftAdapterMixin
 from diffusers.loaders.lora_base import LoraBaseMixin
 from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -39,6 +40,11 @@ class Lora(Config):
         Raises ValueError if no target is found.
         """
         for model in transformers_of(pipe).values():
+            if not isinstance(model, PeftAdapterMixin):
+                raise ValueError(
+                    f"policy.trainable: lora needs a transformer that takes adapters, and diffusers' {type(model).__name__} does "
+                    "not; use trainable: full"
+                )
             layers = self._layers(model, family_of(pipe))
             model.requires_grad_(False)
             config = LoraConfig(

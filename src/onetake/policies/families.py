@@ -261,7 +261,8 @@ def embed(
         values = dict(zip(family.embeds, both, strict=True))
     for name, value in values.items():
         if value is None and name.endswith("_embeds_mask"):  # nothing is padded; the call would warn without a mask
-            values[name] = torch.ones(values[name.removesuffix("_mask")].shape[:2], dtype=torch.long)
+            embeds = values[name.removesuffix("_mask")]
+            values[name] = embeds.new_ones(embeds.shape[:2], dtype=torch.long)
     return {name: value for name, value in values.items() if name in offered and _is_given(value)}
 
 
