@@ -159,18 +159,19 @@ def recipes() -> dict[str, str]:
     return shipped | small | {"full": "policy: {trainable: full, kernel: flash}", "rich": RICH}
 
 
+PUBLISHED = ("sd3.5-m", "flux.1-dev", "wan2.1", "qwen-image")  # these leave prompts to the user
+
+
 @pytest.mark.parametrize("name", recipes())
 def test_dump_reads_back_equal(name, pipeline, tmp_path):
     (tmp_path / "prompts.txt").write_text("a\n")
     text = recipes()[name].replace("prompts.txt", str(tmp_path / "prompts.txt"))
-    recipe = config.load(text, [pipeline])
+    files = [f"task.{key}={tmp_path / 'prompts.txt'}" for key in ("train", "held_out") if name.startswith(PUBLISHED)]
+    recipe = config.load(text, [pipeline, *files])
     again = config.load(config.dump(recipe))
     assert again == recipe
     assert config.dump(again) == config.dump(recipe)
     assert config.changes(recipe, again) == []
-
-
-PUBLISHED = ("sd3.5-m", "flux.1-dev", "wan2.1", "qwen-image")  # these leave prompts to the user
 
 
 @pytest.mark.parametrize("name", config.recipe_names())
@@ -180,7 +181,8 @@ def test_shipped_recipes_load(name, pipeline, tmp_path):
     assert text.startswith("# ")
     if name.startswith(PUBLISHED):
         with pytest.raises(
-            RecipeError, match=r"task.train: there is no file prompts/train.txt\ntask.held_out: there is no file prompts/test.txt"
+            RecipeError,
+            match=r"task.train: there is no file prompts/train.txt\ntask.held_out: there is no file prompts/test.txt",
         ):
             config.load(text)
         return
