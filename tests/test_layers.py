@@ -16,9 +16,9 @@ ROOT = Path(onetake.__file__).parent
 LAYERS = [
     {"records", "metrics", "allocator"},
     {"noise", "transitions", "advantages", "objectives", "selection"}
-    | {f"activations.{name}" for name in ("plan", "solve")},
+    | {f"activations.{name}" for name in ("plan", "solve", "cut", "codecs")},
     {"policies", "rewards"},
-    {"execution"},
+    {"execution"} | {f"activations.{name}" for name in ("trace", "capture", "attach")},
     {"train", "checkpoint", "tasks", "evaluation", "recipe", "optimizer", "ema", "verify"},
     {"cli", "config", "session", "report", "__main__"},
 ]
