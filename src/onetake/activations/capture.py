@@ -62,12 +62,17 @@ Choose = Callable[[Unit, Tensor], Action]
 """What to do with a unit, given the first tensor it is called with."""
 
 
-class Capture:
-    """Runs units under the actions that `choose` names. Attach it to a model with `attach.attach`."""
+Templates = dict[Any, Template]
+"""What was recorded, by kind of unit and shape."""
 
-    def __init__(self, choose: Choose) -> None:
+
+class Capture:
+    """Runs units under the actions that `choose` names. Attach it to a model with `attach.Attachment`."""
+
+    def __init__(self, choose: Choose, templates: Templates | None = None) -> None:
         self.choose = choose
-        self.templates: dict[Any, Template] = {}
+        self.templates = {} if templates is None else templates
+        self.probe: Callable[[Unit, Any, Callable[..., Any], tuple[Any, ...]], None] | None = None
         self._told: set[str] = set()
 
     def run(self, unit: Unit, checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
@@ -80,6 +85,8 @@ class Capture:
         tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
         unit.forwards += 1
         unit.executed, unit.captured, unit.region = self.choose(unit, tensors[0]), 0, None
+        if self.probe is not None:
+            self.probe(unit, _kind(unit, arguments, tensors[0].device.type), function, args)
         if unit.executed == Action.RECOMPUTE:
             forward = nullcontext()
         else:
