@@ -18,7 +18,8 @@ LAYERS = [
     {"noise", "transitions", "advantages", "objectives", "selection"}
     | {f"activations.{name}" for name in ("plan", "solve", "cut", "codecs")},
     {"policies", "rewards"},
-    {"execution"} | {f"activations.{name}" for name in ("trace", "capture", "attach", "measure", "recovery")},
+    {"execution"}
+    | {f"activations.{name}" for name in ("trace", "capture", "attach", "measure", "lossy", "recovery", "calibrate")},
     {"train", "checkpoint", "tasks", "evaluation", "recipe", "optimizer", "ema", "verify"},
     {"cli", "config", "session", "report", "__main__"},
 ]

@@ -52,6 +52,12 @@ class Unit:
             region.drop()
         self.executed, self.captured = Action.RECOMPUTE, 0
 
+    def accept(self) -> None:
+        """Let backward read what the latest forward compressed."""
+        region = self.region() if self.region is not None else None
+        if region is not None:
+            region.accepted = True
+
     @contextmanager
     def replaying(self) -> Iterator[None]:
         self.replays += 1
@@ -72,6 +78,7 @@ class Capture:
     def __init__(self, choose: Choose, templates: Templates | None = None) -> None:
         self.choose = choose
         self.templates = {} if templates is None else templates
+        self.ask_before_loss = False  # whether compressed units must be accepted after their forward
         self.probe: Callable[[Unit, Any, Callable[..., Any], tuple[Any, ...]], None] | None = None
         self._told: set[str] = set()
 
@@ -119,6 +126,7 @@ class Slot:
                 raise self.region.changed(f"a saved {tuple(self.kept.shape)} tensor")
             return self.kept
         if self.recipe is not None:
+            self.region.refuse_unaccepted()
             return self.region.cook(self.recipe)
         return unpack(self.below)
 
@@ -133,6 +141,7 @@ class Region:
         self.capture = capture
         self.unit = unit
         self.lossy = unit.executed == Action.COMPRESS
+        self.accepted = not (self.lossy and capture.ask_before_loss)
         owned = [*unit.module.parameters(), *unit.module.buffers()]
         self.free = {storage_key(tensor) for tensor in (*owned, *tensors)}
         self.tokens, width = tensors[0].numel() // tensors[0].shape[-1], tensors[0].shape[-1]
@@ -263,6 +272,13 @@ class Region:
             if slot is not None:
                 slot.kept = slot.recipe = None
         self.held, self.codes, self.memo = Held(), {}, {}
+
+    def refuse_unaccepted(self) -> None:
+        if not self.accepted:
+            raise CaptureError(
+                f"{self.unit.name} was compressed, but backward reached it before anybody read the coefficients that decide "
+                "whether that may be: hand the log-probs to recovery.watch() between forward and backward, or leave lossy out"
+            )
 
     def changed(self, what: str) -> CaptureError:
         return CaptureError(

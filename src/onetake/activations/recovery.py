@@ -6,7 +6,12 @@
         loss(model(batch)).backward()
 
 The first step of a new shape recomputes every unit, as plain checkpointing does, and measures; from the next on, the plan
-that saves most time in the memory given runs. Exact actions only (H, E, R): gradients have the bits of no checkpointing.
+that saves most time in the memory given runs. With exact actions (H, E, R), the default, gradients have the bits of no
+checkpointing; `lossy` adds L within an error budget, which needs the log-probs:
+
+        scored = log_probs(model, batch)
+        recovery.watch(scored)
+        loss(scored).backward()
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from torch import Tensor, nn
 
 from onetake.activations.attach import Attachment
 from onetake.activations.capture import Capture, CaptureError, Unit
+from onetake.activations.lossy import Lossy
 from onetake.activations.measure import Bucket, PeakMemory, Probe, Profile, Shape, fingerprint, shape_of
 from onetake.activations.plan import MIB, Action, Plan
 from onetake.activations.solve import solve
@@ -45,10 +51,14 @@ class Recovery:
         memory: int | str,
         profile: Path | None = None,
         actions: Iterable[Action] = EXACT,
+        lossy: Lossy | None = None,
     ) -> None:
         self.memory = _parsed(memory)
-        self.actions = tuple(actions)
+        self.lossy = lossy
+        self.actions = (*actions, *([Action.COMPRESS] if lossy is not None else []))
+        self.model = model
         self.attachment = Attachment(model, Capture(self._choose))
+        self.attachment.capture.ask_before_loss = lossy is not None
         self.units = self.attachment.units
         self.peak = PeakMemory(next(model.parameters()).device)
         self.path = profile
@@ -61,8 +71,10 @@ class Recovery:
         self.plan: Plan | None = None  # of the latest forward; None while it recomputes, and perhaps measures
         self._bucket: Bucket | None = None  # that the plan was made for
         self._index = {unit: index for index, unit in enumerate(self.units)}
+        self._forced: dict[str, Action] | None = None
         self._inside = False
         self._forwards = 0
+        self._exposure = 0.0  # of the latest step: what the next plan expects
         self._gradients_checked = False
 
     @contextmanager
@@ -74,6 +86,8 @@ class Recovery:
         self.peak.restart()
         self._inside, self._forwards, self.plan = True, 0, None
         before = [unit.replays for unit in self.units]
+        if self.lossy is not None:
+            self.lossy.begin(self.model.parameters())
         try:
             yield
         finally:
@@ -85,6 +99,9 @@ class Recovery:
                 "no unit ran with gradients inside the step: checkpointing was switched off and not on again, or the model was in "
                 "eval mode; call model.train(), and keep gradient checkpointing on in the trainer"
             )
+        if self.lossy is not None:
+            self.lossy.end(self.model.parameters())
+            self._exposure = self.lossy.exposure
         if not self._gradients_checked:
             self._check_gradients()
         if isinstance(probe, Probe):
@@ -98,10 +115,45 @@ class Recovery:
         if self.plan is not None and self._bucket is not None:
             told["predicted_peak_mib"] = (self._bucket.peak + self.plan.bytes) / MIB
             told["saved_ms"] = self.plan.seconds * 1e3
+        if self.lossy is not None:
+            told |= {"exposure": self.lossy.exposure, "risk": self.lossy.spent**0.5}
         return told
 
+    def watch(self, *tensors: Tensor | None) -> None:
+        """Between forward and backward: the log-probs, and what else the loss reads of the model, such as entropies.
+
+        During backward their gradients decide which compressed units are accepted; the others are replayed exactly.
+        """
+        if not self.require_lossy().watch(tensors, self._decide):
+            raise ValueError(
+                "recovery.watch() got no tensor with a gradient; hand it the log-probs before they are detached"
+            )
+
+    def require_lossy(self) -> Lossy:
+        if self.lossy is None:
+            raise ValueError("this recovery is exact: log-probs are read only with lossy=Lossy(target=0.015)")
+        return self.lossy
+
+    @contextmanager
+    def forced(self, actions: dict[str, Action]) -> Iterator[None]:
+        """Run the units named under these actions and all others under R, whatever the plan says, and accept any loss."""
+        self._forced, self.attachment.capture.ask_before_loss = actions, False
+        if self.lossy is not None:
+            self.lossy.exposure = 0.0
+        try:
+            yield
+        finally:
+            self._forced, self.attachment.capture.ask_before_loss = None, self.lossy is not None
+
+    def _decide(self) -> None:
+        if self._forced is None and self.plan is not None:
+            self.require_lossy().decide(self.units, self.plan)
+
     def attach(self, trainer: Any) -> Recovery:
-        """Wrap the training step of a transformers Trainer; what `report` tells goes into TRL's log as ``recovery/…``."""
+        """Wrap the training step of a transformers Trainer; what `report` tells goes into TRL's log as ``recovery/…``.
+
+        With `lossy`, TRL's log-probs and entropies are watched too.
+        """
         inner: Callable[..., Tensor] = trainer.training_step
 
         def training_step(*args: Any, **kwargs: Any) -> Tensor:
@@ -113,6 +165,16 @@ class Recovery:
             return loss
 
         trainer.training_step = training_step
+        if self.lossy is not None:
+            score: Callable[..., tuple[Tensor | None, ...]] = trainer._get_per_token_logps_and_entropies
+
+            def watched(*args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
+                found = score(*args, **kwargs)
+                if any(tensor is not None and tensor.requires_grad for tensor in found):
+                    self.watch(*found)
+                return found
+
+            trainer._get_per_token_logps_and_entropies = watched
         return self
 
     def detach(self) -> None:
@@ -120,6 +182,8 @@ class Recovery:
         self.attachment.detach()
 
     def _choose(self, unit: Unit, tensor: Tensor) -> Action:
+        if self._forced is not None:
+            return self._forced.get(unit.name, Action.RECOMPUTE)
         if unit is self.units[0]:
             self._forwards += 1
             self._start(shape_of(tensor))
@@ -133,7 +197,7 @@ class Recovery:
                 "a second forward with gradients inside one step() is recomputed (R): the memory is given to the first"
             )
         elif self._bucket is not None:
-            if self._bucket.shape not in self.plans:
+            if self._bucket.shape not in self.plans or self.lossy is not None:
                 self._make_plan(self._bucket)
             self.plan = self.plans[self._bucket.shape]
         elif self._inside:
@@ -150,9 +214,18 @@ class Recovery:
             self.profile.save(self.path)
 
     def _make_plan(self, bucket: Bucket) -> None:
-        plan = solve(bucket.units(self.actions), memory=self.memory(bucket.peak, self.peak.free))
+        units, memory = bucket.units(self.actions), self.memory(bucket.peak, self.peak.free)
+        if self.lossy is None:
+            plan = solve(units, memory=memory)
+        else:
+            plan = solve(self.lossy.offered(units, self._exposure), memory=memory, risk=self.lossy.budget)
         self.plans[bucket.shape] = plan
-        log.info("recovery of %d rows of %d tokens:\n%s", *bucket.shape, plan.table())
+        log.log(
+            logging.INFO if self.lossy is None else logging.DEBUG,
+            "%d rows of %d tokens:\n%s",
+            *bucket.shape,
+            plan.table(),
+        )
 
     def _check_gradients(self) -> None:
         for unit in self.units:
