@@ -120,6 +120,19 @@ def test_a_second_forward_in_one_step_does_not_spend_the_memory_again(tmp_path, 
     assert recovery.report()["replays"] == 4
 
 
+def test_units_that_do_not_run_take_no_part():
+    """As of a vision tower on text alone: a forward may start at any unit."""
+    model = decoder()
+    recovery = Recovery(model, memory="100%")
+    model.model.layers = model.model.layers[1:]
+    for _ in range(2):
+        with recovery.step():
+            model(IDS, labels=IDS).loss.backward()
+    assert [unit.forwards for unit in recovery.units] == [0, 2, 2, 2]
+    assert recovery.plan is not None
+    assert list(recovery.plan.by_unit.items()) == [(unit.name, unit.executed) for unit in recovery.units[1:]]
+
+
 def test_stale_profiles_are_refused(tmp_path):
     model = decoder()
     path = written(tmp_path / "p.json", model)

@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig
 
 from models import decoder
+from onetake.activations.lossy import Lossy
 from onetake.activations.measure import Bucket, Profile, fingerprint
 from onetake.activations.plan import Action, Option
 from onetake.activations.recovery import Recovery
@@ -104,3 +105,22 @@ def test_two_updates_are_the_stock_trainers_bit_for_bit(tmp_path, lora, dtype, l
     assert [unit.replays for unit in recovery.units] == [4, 0, 4, 0]
     logged = [entry for entry in ours.state.log_history if "recovery/replays" in entry]
     assert [entry["recovery/replays"] for entry in logged] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"])
+def test_the_coefficients_of_every_loss_are_read(tmp_path, loss):
+    """With all risk acceptable and only L worth its bytes: the first update compresses nothing, the second everything."""
+    ours = trainer(tmp_path, lora=True, dtype=torch.float32, loss=loss, checkpointing=True)
+    bare = Recovery(ours.model, memory=0)
+    bare.detach()
+    options = {unit.name: [Option(action=Action.COMPRESS, bytes=1, seconds=0.001)] for unit in bare.units}
+    bucket = Bucket(shape=(64, 64), peak=0, options=options)
+    Profile(fingerprint=fingerprint(ours.model, bare.units), buckets=[bucket]).save(tmp_path / "p.json")
+    lossy = Lossy(0.9, micro_batches=2, sensitivity=dict.fromkeys(options, 1e-9))
+    recovery = Recovery(ours.model, memory=10, profile=tmp_path / "p.json", lossy=lossy).attach(ours)
+    ours.train()
+    logged = [entry for entry in ours.state.log_history if "recovery/exposure" in entry]
+    assert [entry["recovery/units_L"] for entry in logged] == [0.0, 4.0]
+    assert [unit.replays for unit in recovery.units] == [2] * 4
+    assert all(entry["recovery/exposure"] > 0 for entry in logged)
+    assert logged[1]["recovery/risk"] > 0

@@ -83,7 +83,8 @@ class Lossy:
 
         Of several that do not all fit, those are kept that save most.
         """
-        held = [(u, option) for u, option in zip(units, plan.chosen, strict=True) if u.executed == Action.COMPRESS]
+        options = {unit.name: option for unit, option in zip(plan.units, plan.chosen, strict=True)}
+        held = [(unit, options[unit.name]) for unit in units if unit.executed == Action.COMPRESS]
         if not held:
             return
         offers = [

@@ -65,6 +65,10 @@ class Plan:
         return tuple(option.action for option in self.chosen)
 
     @property
+    def by_unit(self) -> dict[str, Action]:
+        return {unit.name: option.action for unit, option in zip(self.units, self.chosen, strict=True)}
+
+    @property
     def bytes(self) -> int:
         return sum(option.bytes for option in self.chosen)
 

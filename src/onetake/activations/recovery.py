@@ -70,7 +70,10 @@ class Recovery:
         self.plans: dict[Shape, Plan] = {}  # by measured shape
         self.plan: Plan | None = None  # of the latest forward; None while it recomputes, and perhaps measures
         self._bucket: Bucket | None = None  # that the plan was made for
+        self._actions: dict[str, Action] = {}  # of that plan, by unit
         self._index = {unit: index for index, unit in enumerate(self.units)}
+        self._last = -1  # index of the unit that ran latest
+        self._peak = self._replays = 0
         self._forced: dict[str, Action] | None = None
         self._inside = False
         self._forwards = 0
@@ -84,7 +87,7 @@ class Recovery:
         Raises CaptureError if no unit ran, or, the first time, if a unit's trainable parameters got no gradient.
         """
         self.peak.restart()
-        self._inside, self._forwards, self.plan = True, 0, None
+        self._inside, self._forwards, self._last, self.plan = True, 0, -1, None
         before = [unit.replays for unit in self.units]
         if self.lossy is not None:
             self.lossy.begin(self.model.parameters())
@@ -184,14 +187,16 @@ class Recovery:
     def _choose(self, unit: Unit, tensor: Tensor) -> Action:
         if self._forced is not None:
             return self._forced.get(unit.name, Action.RECOMPUTE)
-        if unit is self.units[0]:
+        index = self._index[unit]
+        if index <= self._last or not self._forwards:  # units run in order, so this is another forward
             self._forwards += 1
             self._start(shape_of(tensor))
-        return Action.RECOMPUTE if self.plan is None else self.plan.actions[self._index[unit]]
+        self._last = index
+        return self._actions.get(unit.name, Action.RECOMPUTE)
 
     def _start(self, shape: Shape) -> None:
         """At the first unit of a forward: the plan of its shape, or else a measurement of it."""
-        self.plan, self._bucket = None, self.profile.bucket(shape)
+        self.plan, self._actions, self._bucket = None, {}, self.profile.bucket(shape)
         if self._inside and self._forwards > 1:
             self.attachment.capture.tell_once(
                 "a second forward with gradients inside one step() is recomputed (R): the memory is given to the first"
@@ -200,6 +205,7 @@ class Recovery:
             if self._bucket.shape not in self.plans or self.lossy is not None:
                 self._make_plan(self._bucket)
             self.plan = self.plans[self._bucket.shape]
+            self._actions = self.plan.by_unit
         elif self._inside:
             self.attachment.capture.probe = Probe(self.actions, self.attachment.capture.templates)
         else:
@@ -228,7 +234,7 @@ class Recovery:
         )
 
     def _check_gradients(self) -> None:
-        for unit in self.units:
+        for unit in (unit for unit in self.units if unit.forwards):
             trainable = [p for p in unit.module.parameters() if p.requires_grad]
             if trainable and all(p.grad is None for p in trainable):
                 raise CaptureError(
