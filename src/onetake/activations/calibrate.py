@@ -1,0 +1,74 @@
+"""How strongly a unit's loss of precision reaches the gradient: κ, measured one unit at a time on training micro-batches.
+
+For micro-batch i the gradient is taken twice, exactly and with one unit under L; κ is the slope through the origin of
+‖Δg‖/‖g‖ on E/‖g‖, by least squares over the micro-batches of one kind of unit (HiLoRe, arXiv 2609.33570, takes 16 in all). The
+paper's reconstruction error ē is part of κ here: units of one kind have the same codec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onetake.activations.lossy import norm
+from onetake.activations.plan import Action
+from onetake.activations.recovery import Recovery
+
+
+@dataclass(frozen=True, kw_only=True)
+class Intervention:
+    """One unit under L on one micro-batch."""
+
+    unit: str
+    exposure: float  # relative to the gradient's norm
+    error: float  # relative L2 error of the gradient
+
+
+def intervene(recovery: Recovery, run: Callable[[], None], actions: dict[str, Action]) -> Intervention:
+    """The error that `actions` on some units put into the gradient of one micro-batch; the others run under R.
+
+    `run` does the forward, hands the log-probs to ``recovery.watch``, and does the backward. Gradients are left cleared.
+    """
+    exact, exposure = _gradient(recovery, run, {})
+    lossy, _ = _gradient(recovery, run, actions)
+    size = norm(exact)
+    error = norm([a - b for a, b in zip(lossy, exact, strict=True)])
+    return Intervention(unit=" ".join(actions), exposure=exposure / size, error=error / size)
+
+
+def calibrate(recovery: Recovery, runs: Sequence[Callable[[], None]]) -> list[Intervention]:
+    """Fill in the recovery's sensitivities from one intervention per run, units taken in an even stride."""
+    units = recovery.units
+    kinds: dict[Any, list[Intervention]] = {}
+    for index, run in enumerate(runs):
+        unit = units[index * len(units) // len(runs) if len(runs) < len(units) else index % len(units)]
+        found = intervene(recovery, run, {unit.name: Action.COMPRESS})
+        kinds.setdefault(type(unit.module), []).append(found)
+    slopes = {kind: slope([(i.exposure, i.error) for i in found]) for kind, found in kinds.items()}
+    recovery.require_lossy().sensitivity = {
+        unit.name: slopes[type(unit.module)] for unit in units if type(unit.module) in slopes
+    }
+    return [intervention for found in kinds.values() for intervention in found]
+
+
+def slope(points: Sequence[tuple[float, float]]) -> float:
+    """κ of error = κ · exposure, through the origin, by least squares; 0 without exposure."""
+    square = sum(x * x for x, _ in points)
+    return sum(x * y for x, y in points) / square if square else 0.0
+
+
+def _gradient(recovery: Recovery, run: Callable[[], None], actions: dict[str, Action]) -> tuple[list[Tensor], float]:
+    """Of the units' and all other trainable parameters of the model, and the exposure; drawn from the same random state."""
+    parameters = [p for p in recovery.model.parameters() if p.requires_grad]
+    for parameter in parameters:
+        parameter.grad = None
+    with torch.random.fork_rng(), recovery.forced(actions):
+        run()
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    return gradients, recovery.require_lossy().exposure

@@ -1,0 +1,340 @@
+"""What a unit keeps for its backward, on top of torch's non-reentrant checkpointing.
+
+`torch.utils.checkpoint` enters the context we hand it above its own saved-tensor hooks. There we lay a second pair over
+them: packing calls checkpoint's pack *and* notes the tensor in a slot; unpacking reads the slot if it is filled, and else
+checkpoint's unpack, which replays the unit once. H fills every slot, R none, E and L those of a template (`trace`).
+Replay, random state, autocast, early stop and the comparison of what a replay saved all stay torch's.
+
+State lives on the slots, which the graph owns: when the graph dies, also in an aborted backward, so does all of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from onetake.activations.codecs import Fp8, encode
+from onetake.activations.plan import Action
+from onetake.activations.trace import Follower, Held, Made, Recipe, Template, Tracer, storage_key, template
+
+log = logging.getLogger(__name__)
+
+
+class CaptureError(RuntimeError):
+    """What was kept cannot give the right gradient; the message names the unit and the way out."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Unit:
+    """A block whose saved state shares one fate, and what happened to it so far."""
+
+    name: str
+    module: nn.Module
+    forwards: int = 0
+    replays: int = 0
+    executed: Action = Action.RECOMPUTE  # by the latest forward, after what it had to fall back to
+    captured: int = 0  # bytes kept by the latest forward, beyond inputs and parameters
+    region: weakref.ref[Region] | None = field(default=None, repr=False)
+
+    def drop(self) -> None:
+        """Free what the latest forward kept: backward will replay the unit."""
+        region = self.region() if self.region is not None else None
+        if region is not None:
+            region.drop()
+        self.executed, self.captured = Action.RECOMPUTE, 0
+
+    def accept(self) -> None:
+        """Let backward read what the latest forward compressed."""
+        region = self.region() if self.region is not None else None
+        if region is not None:
+            region.accepted = True
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        self.replays += 1
+        yield
+
+
+Choose = Callable[[Unit, Tensor], Action]
+"""What to do with a unit, given the first tensor it is called with."""
+
+
+Templates = dict[Any, Template]
+"""What was recorded, by kind of unit and shape."""
+
+
+class Capture:
+    """Runs units under the actions that `choose` names. Attach it to a model with `attach.Attachment`."""
+
+    def __init__(self, choose: Choose, templates: Templates | None = None) -> None:
+        self.choose = choose
+        self.templates = {} if templates is None else templates
+        self.ask_before_loss = False  # whether compressed units must be accepted after their forward
+        self.probe: Callable[[Unit, Any, Callable[..., Any], tuple[Any, ...]], None] | None = None
+        self._told: set[str] = set()
+
+    def run(self, unit: Unit, checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
+        """`function(*args)` of one unit under `checkpoint`, which must be torch's non-reentrant one or call it."""
+        if torch.compiler.is_compiling():
+            _refuse_compilation(unit.name)  # pyright: ignore[reportArgumentType]
+        if not torch.is_grad_enabled():
+            return function(*args)
+        arguments = (args, function.keywords if isinstance(function, partial) else {})
+        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        unit.forwards += 1
+        unit.executed, unit.captured, unit.region = self.choose(unit, tensors[0]), 0, None
+        if self.probe is not None:
+            self.probe(unit, _kind(unit, arguments, tensors[0].device.type), function, args)
+        if unit.executed == Action.RECOMPUTE:
+            forward = nullcontext()
+        else:
+            region = Region(self, unit, arguments, tensors)
+            unit.region = weakref.ref(region)
+            forward = region.forward()
+        return checkpoint(function, *args, use_reentrant=False, context_fn=lambda: (forward, unit.replaying()))
+
+    def tell_once(self, message: str) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            log.warning(message)
+
+
+class Slot:
+    """One saved tensor: what checkpoint packed, and perhaps the tensor itself or the recipe for it."""
+
+    __slots__ = ("__weakref__", "below", "kept", "recipe", "region", "version")
+
+    def __init__(self, below: Any, region: Region, version: int) -> None:
+        self.below = below
+        self.region = region
+        self.version = version
+        self.kept: Tensor | None = None
+        self.recipe: Recipe | None = None
+
+    def read(self, unpack: Callable[[Any], Tensor]) -> Tensor:
+        if self.kept is not None:
+            if self.kept._version != self.version:
+                raise self.region.changed(f"a saved {tuple(self.kept.shape)} tensor")
+            return self.kept
+        if self.recipe is not None:
+            self.region.refuse_unaccepted()
+            return self.region.cook(self.recipe)
+        return unpack(self.below)
+
+
+class Region:
+    """One forward of a unit under H, E or L: notes what autograd saves, keeps its part, and gives all of it back.
+
+    Held by its slots alone, and holds them weakly.
+    """
+
+    def __init__(self, capture: Capture, unit: Unit, arguments: Any, tensors: list[Tensor]) -> None:
+        self.capture = capture
+        self.unit = unit
+        self.lossy = unit.executed == Action.COMPRESS
+        self.accepted = not (self.lossy and capture.ask_before_loss)
+        owned = [*unit.module.parameters(), *unit.module.buffers()]
+        self.free = {storage_key(tensor) for tensor in (*owned, *tensors)}
+        self.tokens, width = tensors[0].numel() // tensors[0].shape[-1], tensors[0].shape[-1]
+        self.widths = {size for p in owned if p.ndim == 2 for size in p.shape if size > width}
+        self.key = None if unit.executed == Action.STORE else _kind(unit, arguments, tensors[0].device.type)
+        self.device = tensors[0].device.type
+        self.slots: list[weakref.ref[Slot]] = []
+        self.held = Held()
+        self.versions: dict[Made, int] = {}
+        self.codes: dict[Made, Fp8] = {}
+        self.memo: dict[int | Made, list[Any]] = {}  # by operation, or by leaf that was decoded
+        self.uses: dict[int | Made, int] = {}  # how many recipes still want a memo
+        self.wanted: dict[int | Made, int] = {}  # how many recipes want it in one backward
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Entered by checkpoint above its own hooks."""
+        pack, unpack = _hooks_below()
+        slots: list[Slot] = []
+        tensors: list[Tensor | None] = []
+        mode = self._mode()
+        lazily = _recipes(mode.template, self.lossy) if isinstance(mode, Follower) else {}
+
+        def note(tensor: Tensor) -> Slot:
+            tensors.append(None if len(slots) in lazily else tensor)
+            slots.append(Slot(pack(tensor), self, tensor._version))
+            return slots[-1]
+
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(note, partial(_read, unpack)), mode or nullcontext():
+                yield
+            self.slots = [weakref.ref(slot) for slot in slots]
+            with torch.no_grad():
+                self._fill(mode, slots, tensors)
+        finally:  # autograd holds on to `note`, and so to these, for as long as the graph lives
+            slots.clear()
+            tensors.clear()
+
+    def _mode(self) -> Tracer | Follower | None:
+        if self.key is None:
+            return None
+        known = self.capture.templates.get(self.key)
+        return Tracer() if known is None else Follower(known)
+
+    def _fill(self, mode: Tracer | Follower | None, slots: list[Slot], tensors: list[Tensor | None]) -> None:
+        recipes: dict[int, Recipe] = {}
+        if isinstance(mode, Tracer):
+            saved = [tensor for tensor in tensors if tensor is not None]
+            found = template(mode.calls, saved, widths=self.widths, tokens=self.tokens)
+            self.capture.templates[self.key] = found
+            self.held = mode.held(found)
+            recipes = _recipes(found, self.lossy)
+        elif isinstance(mode, Follower):
+            if mode.strayed or mode.count != len(mode.template.funcs) or len(slots) != mode.template.saved:
+                self.unit.executed = Action.RECOMPUTE
+                self.capture.tell_once(
+                    f"{self.unit.name} ran other operations than before on the same shapes; such forwards are recomputed (R)"
+                )
+                return
+            self.held = mode.held
+            recipes = _recipes(mode.template, self.lossy)
+        self._keep_leaves()
+        storages = {storage_key(leaf): leaf.untyped_storage().nbytes() for leaf in self.held.leaves.values()}
+        for place, (slot, tensor) in enumerate(zip(slots, tensors, strict=True)):
+            if place in recipes:
+                slot.recipe = recipes[place]
+                for use in _used(slot.recipe):
+                    self.wanted[use] = self.wanted.get(use, 0) + 1
+            else:
+                assert tensor is not None
+                slot.kept = (
+                    tensor if tensor.grad_fn is None else tensor.detach()
+                )  # an output holding itself would never die
+                storages[storage_key(tensor)] = tensor.untyped_storage().nbytes()
+        self.uses = dict(self.wanted)
+        codes = sum(code.nbytes for code in self.codes.values())
+        self.unit.captured = sum(size for key, size in storages.items() if key not in self.free) + codes
+
+    def _keep_leaves(self) -> None:
+        wide = self.capture.templates[self.key].wide if self.lossy else frozenset()
+        for made, leaf in self.held.leaves.items():
+            code = encode(leaf) if made in wide else None
+            if made in wide and code is None:
+                self.capture.tell_once(
+                    f"{self.unit.name} made values that are not finite; such tensors are kept as they are"
+                )
+            if code is not None:
+                self.codes[made] = code
+            else:
+                self.held.leaves[made] = leaf.detach()
+                self.versions[made] = leaf._version
+        for made in self.codes:
+            del self.held.leaves[made]
+
+    def cook(self, recipe: Recipe) -> Tensor:
+        """The tensor of a recipe. What other recipes share is remembered until the last of them was read."""
+        with torch.no_grad(), torch.autocast(self.device, enabled=False):
+            for op in recipe.ops:
+                if op not in self.memo:
+                    again = self.held.calls[op]
+                    if not again.unchanged():
+                        raise self.changed(f"an input of {again.func}")
+                    self.memo[op] = again.run(self._value)
+            value = self._value(recipe.value)
+        for use in _used(recipe):
+            self.uses[use] -= 1
+            if not self.uses[use]:
+                self.memo.pop(use, None)
+                self.uses[use] = self.wanted[use]  # for another backward of a retained graph
+        return value
+
+    def _value(self, made: Made) -> Tensor:
+        leaf = self.held.leaves.get(made)
+        if leaf is not None:
+            if leaf._version != self.versions[made]:
+                raise self.changed(f"a kept {tuple(leaf.shape)} tensor")
+            return leaf
+        if made in self.codes:
+            if made not in self.memo:
+                self.memo[made] = [self.codes[made].decode()]
+            return self.memo[made][0]
+        return self.memo[made.op][made.place]
+
+    def drop(self) -> None:
+        """Empty all slots."""
+        for reference in self.slots:
+            slot = reference()
+            if slot is not None:
+                slot.kept = slot.recipe = None
+        self.held, self.codes, self.memo = Held(), {}, {}
+
+    def refuse_unaccepted(self) -> None:
+        if not self.accepted:
+            raise CaptureError(
+                f"{self.unit.name} was compressed, but backward reached it before anybody read the coefficients that decide "
+                "whether that may be: hand the log-probs to recovery.watch() between forward and backward, or leave lossy out"
+            )
+
+    def changed(self, what: str) -> CaptureError:
+        return CaptureError(
+            f"{self.unit.name}: {what} was changed in place between forward and backward. Let the change make a new tensor, or "
+            f"run it after backward; action R does not help where the change is of the unit's input"
+        )
+
+
+@torch.compiler.disable
+def _refuse_compilation(name: str) -> None:
+    """Not to be traced: what the compiler cannot trace it runs, while an error that it meets in tracing only makes it stop."""
+    raise CaptureError(
+        f"{name} is being compiled together with its recovery; torch.compile must stay inside units: compile each block's "
+        "attention or MLP instead of the model, or train without recovery"
+    )
+
+
+def _read(unpack: Callable[[Any], Tensor], slot: Slot) -> Tensor:
+    return slot.read(unpack)
+
+
+def _recipes(template: Template, lossy: bool) -> dict[int, Recipe]:
+    return template.recipes | template.wide_recipes if lossy else template.recipes
+
+
+def _used(recipe: Recipe) -> tuple[int | Made, ...]:
+    return (*recipe.ops, *recipe.leaves)
+
+
+def _kind(unit: Unit, arguments: Any, device: str) -> Any:
+    """Equal for forwards that run the same operations, as far as can be told beforehand."""
+
+    def sign(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad
+        return leaf if isinstance(leaf, bool | int | float | str) else type(leaf)
+
+    inner = tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in unit.module.named_parameters())
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return type(unit.module), unit.module.training, autocast, inner, tuple(map(sign, tree_leaves(arguments)))
+
+
+def _hooks_below() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+    """Checkpoint's own pack and unpack. This is the package's one call of torch's private interface for hooks."""
+    private: Any = torch._C
+    try:
+        hooks = private._autograd._top_saved_tensors_default_hooks(False)
+    except AttributeError as error:
+        raise _unknown_torch() from error
+    if hooks is None or not hooks[0].__qualname__.startswith("_checkpoint_hook."):
+        raise _unknown_torch()
+    return hooks
+
+
+def _unknown_torch() -> CaptureError:
+    return CaptureError(
+        f"torch {torch.__version__} keeps checkpoint's hooks where recovery cannot find them (2.11 to 2.13 are known to work); "
+        "use one of those, or the actions R only"
+    )

@@ -1,0 +1,216 @@
+"""What each action costs, measured: bytes from one forward's hooks, seconds from paired runs of one unit at a time.
+
+A unit is measured where it is called, with the inputs it is called with, on its own: forward and backward under R and under
+every other action in turn, so that a slow moment of the machine hits both sides of a difference. Units of one kind (same
+class, shapes and trainable parameters) share the figures of the first few. Bytes are exact, seconds are medians.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from onetake.activations.capture import Capture, Templates, Unit
+from onetake.activations.plan import Action, Option, UnitOptions
+
+Shape = tuple[int, int]
+"""Rows and tokens per row of a unit's first tensor."""
+
+
+class PeakMemory:
+    """The most memory in use at once since the last `restart`: of the device's allocator, or on CPU of the process (Linux)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def restart(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            Path("/proc/self/clear_refs").write_text("5")
+
+    @property
+    def bytes(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return _kibibytes("/proc/self/status", "VmHWM") * 1024
+
+    @property
+    def free(self) -> int:
+        """Bytes that could be in use beyond the peak."""
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_properties(self.device).total_memory - self.bytes
+        grown = self.bytes - _kibibytes("/proc/self/status", "VmRSS") * 1024
+        return _kibibytes("/proc/meminfo", "MemAvailable") * 1024 - grown
+
+
+def _kibibytes(file: str, key: str) -> int:
+    (line,) = [line for line in Path(file).read_text().splitlines() if line.startswith(f"{key}:")]
+    return int(line.split()[1])
+
+
+@dataclass(kw_only=True)
+class Bucket:
+    """Measured on one shape: the peak of recomputing every unit, and options by unit, in the order units run."""
+
+    shape: Shape
+    peak: int = 0
+    options: dict[str, list[Option]] = field(default_factory=dict)
+
+    def units(self, actions: Iterable[Action]) -> list[UnitOptions]:
+        allowed = set(actions)
+        return [
+            UnitOptions(name=name, options=tuple(option for option in options if option.action in allowed))
+            for name, options in self.options.items()
+        ]
+
+
+@dataclass(kw_only=True)
+class Profile:
+    """Everything measured of a model on a machine; kept as JSON."""
+
+    fingerprint: dict[str, str]
+    buckets: list[Bucket] = field(default_factory=list)
+
+    def bucket(self, shape: Shape) -> Bucket | None:
+        """The smallest measured shape that covers `shape`: bytes are then bounds, and seconds proportional."""
+        covering = [
+            b for b in self.buckets if b.shape[0] * b.shape[1] >= shape[0] * shape[1] and b.shape[1] >= shape[1]
+        ]
+        return min(covering, key=lambda b: b.shape[0] * b.shape[1], default=None)
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=1))
+
+    @classmethod
+    def load(cls, path: Path, fingerprint: dict[str, str]) -> Profile:
+        """Raises ValueError if it was measured on anything else than what `fingerprint` says."""
+        told = json.loads(path.read_text())
+        stale = [f"{key}: {told['fingerprint'].get(key)!r}, now {now!r}" for key, now in fingerprint.items()]
+        stale = [
+            line
+            for line, key in zip(stale, fingerprint, strict=True)
+            if told["fingerprint"].get(key) != fingerprint[key]
+        ]
+        if stale:
+            raise ValueError(
+                f"profile: {path} is stale ({'; '.join(stale)}); delete it, and the next update measures anew"
+            )
+        buckets = [
+            Bucket(
+                shape=(bucket["shape"][0], bucket["shape"][1]),
+                peak=bucket["peak"],
+                options={
+                    name: [Option(**option | {"action": Action(option["action"])}) for option in options]
+                    for name, options in bucket["options"].items()
+                },
+            )
+            for bucket in told["buckets"]
+        ]
+        return cls(fingerprint=told["fingerprint"], buckets=buckets)
+
+
+def fingerprint(model: nn.Module, units: list[Unit]) -> dict[str, str]:
+    """What a profile depends on."""
+    weights = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
+    device = next(model.parameters()).device
+    machine = (
+        torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    )
+    return {
+        "weights": hashlib.sha256(repr(weights).encode()).hexdigest()[:16],
+        "units": f"{len(units)} {type(units[0].module).__name__}",
+        "device": f"{device.type} {machine}",
+        "threads": str(torch.get_num_threads()),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+class Probe:
+    """Measures units as they are called. Give it to a `Capture` as its probe for one forward."""
+
+    def __init__(self, actions: Iterable[Action], templates: Templates, *, rounds: int = 3, per_kind: int = 2) -> None:
+        self.templates = templates
+        self.actions = [action for action in actions if action != Action.RECOMPUTE]
+        self.rounds = rounds
+        self.per_kind = per_kind
+        self.shape: Shape | None = None
+        self._seen: dict[str, Any] = {}  # unit → kind
+        self._found: dict[Any, list[list[Option]]] = {}
+
+    def __call__(self, unit: Unit, kind: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self.shape = self.shape or shape_of(next(a for a in args if isinstance(a, Tensor)))
+        self._seen[unit.name] = kind
+        found = self._found.setdefault(kind, [])
+        if len(found) < self.per_kind:
+            found.append(self._options(unit, function, args))
+
+    def options(self) -> dict[str, list[Option]]:
+        """By unit: bytes of its kind, and the median of its kind's seconds."""
+        merged = {kind: [_merged(same) for same in zip(*found, strict=True)] for kind, found in self._found.items()}
+        return {name: merged[kind] for name, kind in self._seen.items()}
+
+    def _options(self, unit: Unit, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Option]:
+        trial = partial(_trial, self.templates, unit, function, args)
+        bytes_ = {action: trial(action)[1] for action in (Action.RECOMPUTE, *self.actions)}  # and records templates
+        saved: dict[Action, list[float]] = {action: [] for action in self.actions}
+        for turn in range(self.rounds):
+            order = self.actions[turn % len(self.actions) :] + self.actions[: turn % len(self.actions)]
+            for action in order:
+                slow, fast = trial(Action.RECOMPUTE)[0], trial(action)[0]
+                saved[action].append(slow - fast)
+        return [
+            Option(action=action, bytes=bytes_[action], seconds=statistics.median(saved[action]))
+            for action in self.actions
+        ]
+
+
+def shape_of(tensor: Tensor) -> Shape:
+    """(rows, tokens per row) of a (…, tokens, width) tensor."""
+    return tensor.shape[:-2].numel(), tensor.shape[-2]
+
+
+def _trial(
+    templates: Templates, unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], action: Action
+) -> tuple[float, int]:
+    """Seconds of one forward and backward of the unit alone, and the bytes it kept. Leaves gradients and randomness alone."""
+    leaves = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in args]
+    wanted = [p for p in unit.module.parameters() if p.requires_grad]
+    wanted += [a for a in leaves if isinstance(a, Tensor) and a.requires_grad]
+    capture, alone = Capture(lambda *_: action, templates), Unit(name=unit.name, module=unit.module)
+    with torch.random.fork_rng():
+        started = _now(args)
+        out = capture.run(alone, checkpoint, function, *leaves)
+        outs = [
+            o for o in (out if isinstance(out, tuple | list) else [out]) if isinstance(o, Tensor) and o.requires_grad
+        ]
+        torch.autograd.grad(outs, wanted, [torch.ones_like(o) for o in outs], allow_unused=True)
+        return _now(args) - started, alone.captured
+
+
+def _now(args: tuple[Any, ...]) -> float:
+    """Seconds: of this process on CPU, of the clock on an accelerator, once it is done."""
+    device = next(a.device for a in args if isinstance(a, Tensor))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+    return time.process_time()
+
+
+def _merged(same: tuple[Option, ...]) -> Option:
+    seconds = statistics.median(option.seconds for option in same)
+    return Option(action=same[0].action, bytes=max(option.bytes for option in same), seconds=seconds)

@@ -1,0 +1,263 @@
+"""The door: give a model's update the memory there is, and it recomputes no more than it must.
+
+    recovery = Recovery(model, memory="1.10x")
+    recovery.attach(trainer)                      # TRL's GRPOTrainer, or any transformers Trainer
+    with recovery.step():                         # or one's own loop: around forward and backward
+        loss(model(batch)).backward()
+
+The first step of a new shape recomputes every unit, as plain checkpointing does, and measures; from the next on, the plan
+that saves most time in the memory given runs. With exact actions (H, E, R), the default, gradients have the bits of no
+checkpointing; `lossy` adds L within an error budget, which needs the log-probs:
+
+        scored = log_probs(model, batch)
+        recovery.watch(scored)
+        loss(scored).backward()
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from onetake.activations.attach import Attachment
+from onetake.activations.capture import Capture, CaptureError, Unit
+from onetake.activations.lossy import Lossy
+from onetake.activations.measure import Bucket, PeakMemory, Probe, Profile, Shape, fingerprint, shape_of
+from onetake.activations.plan import MIB, Action, Plan
+from onetake.activations.solve import solve
+
+log = logging.getLogger(__name__)
+
+EXACT = (Action.STORE, Action.ELEMENTWISE, Action.RECOMPUTE)
+
+
+class Recovery:
+    """Attached to the model at once. `memory` is the peak that may be reached: bytes, ``"40GiB"``, a multiple of the peak of
+    recomputing every unit (``"1.10x"``), or a share of what stays free beside that peak (``"80%"``).
+
+    `profile` names a JSON file for what was measured; it is read if it exists, and refused if it is stale.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        memory: int | str,
+        profile: Path | None = None,
+        actions: Iterable[Action] = EXACT,
+        lossy: Lossy | None = None,
+    ) -> None:
+        self.memory = _parsed(memory)
+        self.lossy = lossy
+        self.actions = (*actions, *([Action.COMPRESS] if lossy is not None else []))
+        self.model = model
+        self.attachment = Attachment(model, Capture(self._choose))
+        self.attachment.capture.ask_before_loss = lossy is not None
+        self.units = self.attachment.units
+        self.peak = PeakMemory(next(model.parameters()).device)
+        self.path = profile
+        print_of = fingerprint(model, self.units)
+        known = profile is not None and profile.exists()
+        self.profile = (
+            Profile.load(profile, print_of) if profile is not None and known else Profile(fingerprint=print_of)
+        )
+        self.plans: dict[Shape, Plan] = {}  # by measured shape
+        self.plan: Plan | None = None  # of the latest forward; None while it recomputes, and perhaps measures
+        self._bucket: Bucket | None = None  # that the plan was made for
+        self._actions: dict[str, Action] = {}  # of that plan, by unit
+        self._index = {unit: index for index, unit in enumerate(self.units)}
+        self._last = -1  # index of the unit that ran latest
+        self._peak = self._replays = 0
+        self._forced: dict[str, Action] | None = None
+        self._inside = False
+        self._forwards = 0
+        self._exposure = 0.0  # of the latest step: what the next plan expects
+        self._gradients_checked = False
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around one forward and its backward. Afterwards `report` tells what happened.
+
+        Raises CaptureError if no unit ran, or, the first time, if a unit's trainable parameters got no gradient.
+        """
+        self.peak.restart()
+        self._inside, self._forwards, self._last, self.plan = True, 0, -1, None
+        before = [unit.replays for unit in self.units]
+        if self.lossy is not None:
+            self.lossy.begin(self.model.parameters())
+        try:
+            yield
+        finally:
+            self._inside, probe, self.attachment.capture.probe = False, self.attachment.capture.probe, None
+        self._replays = sum(unit.replays for unit in self.units) - sum(before)
+        self._peak = self.peak.bytes
+        if not self._forwards:
+            raise CaptureError(
+                "no unit ran with gradients inside the step: checkpointing was switched off and not on again, or the model was in "
+                "eval mode; call model.train(), and keep gradient checkpointing on in the trainer"
+            )
+        if self.lossy is not None:
+            self.lossy.end(self.model.parameters())
+            self._exposure = self.lossy.exposure
+        if not self._gradients_checked:
+            self._check_gradients()
+        if isinstance(probe, Probe):
+            self._learn(probe)
+
+    def report(self) -> dict[str, float]:
+        """Of the latest step: units by action as executed, replays, MiB kept, peak predicted and measured, ms saved as planned."""
+        told: dict[str, float] = {f"units_{a}": sum(u.executed == a for u in self.units) for a in Action}
+        told |= {"replays": self._replays, "kept_mib": sum(unit.captured for unit in self.units) / MIB}
+        told["peak_mib"] = self._peak / MIB
+        if self.plan is not None and self._bucket is not None:
+            told["predicted_peak_mib"] = (self._bucket.peak + self.plan.bytes) / MIB
+            told["saved_ms"] = self.plan.seconds * 1e3
+        if self.lossy is not None:
+            told |= {"exposure": self.lossy.exposure, "risk": self.lossy.spent**0.5}
+        return told
+
+    def watch(self, *tensors: Tensor | None) -> None:
+        """Between forward and backward: the log-probs, and what else the loss reads of the model, such as entropies.
+
+        During backward their gradients decide which compressed units are accepted; the others are replayed exactly.
+        """
+        if not self.require_lossy().watch(tensors, self._decide):
+            raise ValueError(
+                "recovery.watch() got no tensor with a gradient; hand it the log-probs before they are detached"
+            )
+
+    def require_lossy(self) -> Lossy:
+        if self.lossy is None:
+            raise ValueError("this recovery is exact: log-probs are read only with lossy=Lossy(target=0.015)")
+        return self.lossy
+
+    @contextmanager
+    def forced(self, actions: dict[str, Action]) -> Iterator[None]:
+        """Run the units named under these actions and all others under R, whatever the plan says, and accept any loss."""
+        self._forced, self.attachment.capture.ask_before_loss = actions, False
+        if self.lossy is not None:
+            self.lossy.exposure = 0.0
+        try:
+            yield
+        finally:
+            self._forced, self.attachment.capture.ask_before_loss = None, self.lossy is not None
+
+    def _decide(self) -> None:
+        if self._forced is None and self.plan is not None:
+            self.require_lossy().decide(self.units, self.plan)
+
+    def attach(self, trainer: Any) -> Recovery:
+        """Wrap the training step of a transformers Trainer; what `report` tells goes into TRL's log as ``recovery/…``.
+
+        With `lossy`, TRL's log-probs and entropies are watched too.
+        """
+        inner: Callable[..., Tensor] = trainer.training_step
+
+        def training_step(*args: Any, **kwargs: Any) -> Tensor:
+            with self.step():
+                loss = inner(*args, **kwargs)
+            if hasattr(trainer, "_metrics"):
+                for name, value in self.report().items():
+                    trainer._metrics["train"][f"recovery/{name}"].append(value)
+            return loss
+
+        trainer.training_step = training_step
+        if self.lossy is not None:
+            score: Callable[..., tuple[Tensor | None, ...]] = trainer._get_per_token_logps_and_entropies
+
+            def watched(*args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
+                found = score(*args, **kwargs)
+                if any(tensor is not None and tensor.requires_grad for tensor in found):
+                    self.watch(*found)
+                return found
+
+            trainer._get_per_token_logps_and_entropies = watched
+        return self
+
+    def detach(self) -> None:
+        """Give the model its own checkpointing back."""
+        self.attachment.detach()
+
+    def _choose(self, unit: Unit, tensor: Tensor) -> Action:
+        if self._forced is not None:
+            return self._forced.get(unit.name, Action.RECOMPUTE)
+        index = self._index[unit]
+        if index <= self._last or not self._forwards:  # units run in order, so this is another forward
+            self._forwards += 1
+            self._start(shape_of(tensor))
+        self._last = index
+        return self._actions.get(unit.name, Action.RECOMPUTE)
+
+    def _start(self, shape: Shape) -> None:
+        """At the first unit of a forward: the plan of its shape, or else a measurement of it."""
+        self.plan, self._actions, self._bucket = None, {}, self.profile.bucket(shape)
+        if self._inside and self._forwards > 1:
+            self.attachment.capture.tell_once(
+                "a second forward with gradients inside one step() is recomputed (R): the memory is given to the first"
+            )
+        elif self._bucket is not None:
+            if self._bucket.shape not in self.plans or self.lossy is not None:
+                self._make_plan(self._bucket)
+            self.plan = self.plans[self._bucket.shape]
+            self._actions = self.plan.by_unit
+        elif self._inside:
+            self.attachment.capture.probe = Probe(self.actions, self.attachment.capture.templates)
+        else:
+            self.attachment.capture.tell_once("a forward of unmeasured shape outside of step() is recomputed (R)")
+
+    def _learn(self, probe: Probe) -> None:
+        assert probe.shape is not None
+        bucket = Bucket(shape=probe.shape, peak=self._peak, options=probe.options())
+        self.profile.buckets.append(bucket)
+        self._make_plan(bucket)
+        if self.path is not None:
+            self.profile.save(self.path)
+
+    def _make_plan(self, bucket: Bucket) -> None:
+        units, memory = bucket.units(self.actions), self.memory(bucket.peak, self.peak.free)
+        if self.lossy is None:
+            plan = solve(units, memory=memory)
+        else:
+            plan = solve(self.lossy.offered(units, self._exposure), memory=memory, risk=self.lossy.budget)
+        self.plans[bucket.shape] = plan
+        log.log(
+            logging.INFO if self.lossy is None else logging.DEBUG,
+            "%d rows of %d tokens:\n%s",
+            *bucket.shape,
+            plan.table(),
+        )
+
+    def _check_gradients(self) -> None:
+        for unit in (unit for unit in self.units if unit.forwards):
+            trainable = [p for p in unit.module.parameters() if p.requires_grad]
+            if trainable and all(p.grad is None for p in trainable):
+                raise CaptureError(
+                    f"{unit.name}: none of its {len(trainable)} trainable tensors got a gradient in the first step: it would not "
+                    "train. Check that the loss depends on it, and that its inputs are not detached"
+                )
+        self._gradients_checked = True
+
+
+def _parsed(memory: int | str) -> Callable[[int, int], int]:
+    """(peak of recomputing everything, bytes free beside it) → bytes to spend."""
+    if isinstance(memory, int):
+        return lambda peak, _: memory - peak
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(x|%|[KMGT]iB)", memory)
+    if match is None:
+        raise ValueError(
+            f'memory: "{memory}" is not understood; write bytes, "40GiB", "1.10x" of the peak of recomputing everything, or "80%" '
+            "of what is free beside it"
+        )
+    number, unit = float(match[1]), match[2]
+    if unit == "x":
+        return lambda peak, _: round((number - 1) * peak)
+    if unit == "%":
+        return lambda _, free: round(number / 100 * free)
+    total = round(number * 1024 ** ("KMGT".index(unit[0]) + 1))
+    return lambda peak, _: total - peak
