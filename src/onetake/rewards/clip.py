@@ -22,9 +22,9 @@ class ClipScore:
         self._source, self._processor_source = source, processor or source
 
     @cached_property
-    def _loaded(self) -> tuple[CLIPModel, Any]:
+    def _loaded(self) -> tuple[Any, Any]:
         try:
-            model = CLIPModel.from_pretrained(self._source)
+            model: Any = CLIPModel.from_pretrained(self._source)
             processor = AutoProcessor.from_pretrained(self._processor_source)
         except OSError as error:
             raise ValueError(
