@@ -17,7 +17,7 @@ LAYERS = [
     {"records", "metrics", "allocator"},
     {"noise", "transitions", "advantages", "objectives", "coefficients", "selection"}
     | {f"activations.{name}" for name in ("plan", "solve", "cut", "codecs")},
-    {"policies", "rewards"},
+    {"policies", "rewards", "parallel"},
     {"execution"}
     | {f"activations.{name}" for name in ("trace", "capture", "attach", "measure", "lossy", "recovery", "calibrate")},
     {"train", "checkpoint", "tasks", "evaluation", "recipe", "optimizer", "ema", "verify"},
@@ -127,6 +127,11 @@ DOORS = {
     "matplotlib": "report",
     "typer": "cli",
 }
+
+
+def test_only_parallel_talks_to_other_processes():
+    talking = {m for m in INSIDE if any(name.startswith("torch.distributed") for name in imports(m))}
+    assert {part(m) for m in talking} == {"parallel"}
 
 
 @pytest.mark.parametrize("library", DOORS)

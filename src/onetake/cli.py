@@ -50,14 +50,25 @@ def train(
     overrides: SetOption = None,
     quick: Annotated[bool, typer.Option("--quick", help="The recipe's small variant, to see that it works.")] = False,
     resume: Annotated[Path | None, typer.Option(help="A run folder to continue, bit for bit.")] = None,
+    nproc: Annotated[int, typer.Option(min=1, help="Processes on this machine, one for each GPU; by torchrun.")] = 1,
 ) -> None:
     """Train a policy; without a recipe, the built-in task. Ends with before → after and a report."""
-    from onetake.session import continued, opened, train_and_report
+    from onetake.parallel import world
+    from onetake.parallel.launch import launch
 
+    name, changes = f"{recipe}-quick" if quick else recipe, overrides or []
     with _errors_in_one_place():
-        name = f"{recipe}-quick" if quick else recipe
-        session = continued(resume, overrides or []) if resume else opened(name, overrides or [])
-        train_and_report(session, console)
+        if nproc > 1:
+            options = [f"--set={change}" for change in changes] + ([f"--resume={resume}"] if resume else [])
+            launch(nproc, ["train", name, *options])
+            return
+        from onetake.session import continued, opened, train_and_report
+
+        with world() as ranks:
+            session = ranks.told(
+                lambda: continued(resume, changes, ranks.size) if resume else opened(name, changes, ranks.size)
+            )
+            train_and_report(session, console, ranks)
 
 
 @app.command()

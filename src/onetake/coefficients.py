@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +50,20 @@ class Coefficients:
         )
         self._seen.setdefault(old.index, []).append(seen)
         return omega
+
+    def share(self, rows: Callable[[Tensor], Tensor]) -> None:
+        """Take in what the other ranks saw; `rows` puts all ranks' rows (n_r, ...) one after the other."""
+        own = [
+            torch.stack([torch.full_like(seen.shift, k), seen.log_ratio, seen.removed, seen.shift], 1)
+            for k, event in self._seen.items()
+            for seen in event
+        ]
+        everyone = rows(torch.cat(own))
+        self.loss = float(rows(torch.tensor([self.loss], dtype=torch.float64)).sum())
+        self._seen = {}
+        for k in dict.fromkeys(everyone[:, 0].tolist()):
+            log_ratio, removed, shift = everyone[everyone[:, 0] == k, 1:].unbind(1)
+            self._seen[int(k)] = [_Seen(log_ratio=log_ratio, removed=removed, shift=shift)]
 
     @property
     def shift(self) -> float:

@@ -59,9 +59,9 @@ class Recipe(Config):
     def rollouts(self) -> int:
         return self.updates // self.updates_per_rollout
 
-    def problems(self) -> list[str]:
-        """All reasons why the run could not work, in the recipe's words; empty if there are none."""
-        found = [*self.task.problems(), *self.policy.problems(), *self.rollout.problems()]
+    def problems(self, ranks: int = 1) -> list[str]:
+        """All reasons why the run could not work on `ranks` processes, in the recipe's words; empty if there are none."""
+        found = [*self.task.problems(), *self.policy.problems(), *self.rollout.problems(ranks)]
         checked = [
             self.selection.problem(self.policy.steps),
             self.objective.problem(self.policy.kernel),
@@ -75,6 +75,10 @@ class Recipe(Config):
             found.append(
                 f"policy.pipeline: {self.policy.pipeline!r} is neither a built-in base ({', '.join(BASES)}) nor a diffusers "
                 "folder (one with a model_index.json), nor written like a hub repository (owner/name)"
+            )
+        if ranks > 1 and self.device.startswith("cuda:"):
+            found.append(
+                f"device: {self.device} puts all {ranks} ranks on one GPU; with device: cuda (or auto) each takes its own"
             )
         if self.updates % self.updates_per_rollout:
             lower = self.rollouts * self.updates_per_rollout

@@ -113,16 +113,18 @@ class Rollout:
     kept: list[Any]  # per micro-batch, what the execution holds until the advantages arrive; it alone knows what
     trained: list[int]  # per micro-batch, rows of forward calls that ran with gradients while sampling
     version: int  # of the policy that sampled it
+    dealt: list[MicroBatch]  # every micro-batch of the update, whichever rank sampled it
     parts: list[dict[str, Tensor]] = field(
         default_factory=list[dict[str, Tensor]]
     )  # per scored micro-batch, reward name → (B,)
-    rewards: Tensor | None = None  # (P, G) weighted sum of the parts
+    scores: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # reward name → (P, G), of all ranks
+    rewards: Tensor | None = None  # (P, G) weighted sum of the scores
     advantages: Tensor | None = None  # (P, G)
 
     @property
     def event_count(self) -> int:
-        """Events of all trajectories, the normaliser of every objective."""
-        return sum(int(batch.stochastic.sum()) for batch in self.batches)
+        """Events of all trajectories of the update, on all ranks: the normaliser of every objective."""
+        return sum(int(batch.stochastic.sum()) for batch in self.dealt)
 
     def take_kept(self) -> list[Any]:
         """What the execution kept, once: the rollout forgets it, so that each gradient is paid out a single time."""
@@ -135,20 +137,22 @@ class Rollout:
         stay = [i for i, batch in enumerate(self.batches) if batch.group not in groups]
         for column in self._columns():
             column[:] = [column[i] for i in stay if i < len(column)]  # parts are shorter until all is scored
+        self.dealt = [batch for batch in self.dealt if batch.group not in groups]
 
     def add(self, other: Rollout) -> None:
         """Take in the trajectories of `other`, sampled by the same version of the policy."""
         assert other.version == self.version, "one rollout, one version of the policy"
         for mine, theirs in zip(self._columns(), other._columns(), strict=True):
             mine += theirs
+        self.dealt = self.dealt + other.dealt
 
     def _columns(self) -> list[list[Any]]:
         return [self.batches, self.transitions, self.outputs, self.kept, self.trained, self.parts]
 
     def table(self, values: list[Tensor]) -> Tensor:
-        """(P, G) float64 from one (B,) tensor per micro-batch, by group and sample index."""
-        groups = 1 + max(batch.group for batch in self.batches)
-        size = 1 + max(sample for batch in self.batches for sample in batch.samples)
+        """(P, G) float64 from one (B,) tensor per micro-batch, by group and sample index; NaN where another rank sampled."""
+        groups = 1 + max(batch.group for batch in self.dealt)
+        size = 1 + max(sample for batch in self.dealt for sample in batch.samples)
         table = torch.full((groups, size), torch.nan, dtype=torch.float64)
         for batch, value in zip(self.batches, values, strict=True):
             table[batch.group, list(batch.samples)] = value.double().cpu()

@@ -22,6 +22,7 @@ from onetake import config
 from onetake.checkpoint import Checkpoint, Checkpoints, read
 from onetake.evaluation import Evaluation
 from onetake.execution.preflight import Preflight
+from onetake.parallel import ALONE, World
 from onetake.policies.adapters import apply_weights
 from onetake.policies.diffusion import DiffusionPolicy, load_pipeline
 from onetake.recipe import Recipe
@@ -39,9 +40,9 @@ class Session:
     folder: Path
 
 
-def opened(name: str, overrides: list[str]) -> Session:
+def opened(name: str, overrides: list[str], ranks: int = 1) -> Session:
     """A new run of a recipe: everything is checked, then its folder is made. Raises ValueError before that if not."""
-    recipe = config.load(config.recipe_text(name), overrides)
+    recipe = config.load(config.recipe_text(name), overrides, ranks)
     folder = recipe.out or _next_free(Path("runs"), Path(name).stem)
     if folder.is_dir() and any(folder.iterdir()):
         raise ValueError(
@@ -58,13 +59,13 @@ def opened(name: str, overrides: list[str]) -> Session:
     return Session(recipe=recipe, folder=folder)
 
 
-def continued(folder: Path, overrides: list[str]) -> Session:
+def continued(folder: Path, overrides: list[str], ranks: int = 1) -> Session:
     """An earlier run, to be continued. Raises ValueError if its recipe would change (other than growing `updates`)."""
     saved = folder / "config.yaml"
     if not saved.is_file():
         raise ValueError(f"--resume {folder}: not a run folder (it has no config.yaml)")
     text = saved.read_text()
-    old, new = config.load(text), config.load(text, overrides)
+    old, new = config.load(text), config.load(text, overrides, ranks)
     changed = config.changes(old, new)
     if changed:
         raise ValueError(
@@ -76,11 +77,13 @@ def continued(folder: Path, overrides: list[str]) -> Session:
     return Session(recipe=new, folder=folder)
 
 
-def train_and_report(session: Session, console: Console) -> Outcome:
-    """Train with a progress bar, write the report, and say how it went."""
+def train_and_report(session: Session, console: Console, world: World = ALONE) -> Outcome:
+    """Train with a progress bar, write the report, and say how it went: on rank 0, for all."""
     recipe, folder = session.recipe, session.folder
-    (folder / "environment.json").write_text(json.dumps(environment(recipe), indent=1))
-    for line in plan_lines(recipe):
+    console = world.once(lambda: console) or Console(quiet=True)
+    facts = environment(recipe, world)
+    world.once(lambda: (folder / "environment.json").write_text(json.dumps(facts, indent=1)))
+    for line in plan_lines(recipe, world.size):
         console.print(line)
     columns = (TextColumn("{task.description}"), BarColumn(8), MofNCompleteColumn(), "ETA", TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
@@ -90,8 +93,8 @@ def train_and_report(session: Session, console: Console) -> Outcome:
             say=lambda text: progress.console.print(text, markup=False),
             show=lambda text, done: progress.update(bar, description=text, completed=done),
         )
-        outcome = train_recipe(recipe, folder, config.dump(recipe), watch)
-    report = write([folder], folder / "report.html")
+        outcome = train_recipe(recipe, folder, config.dump(recipe), watch, world)
+    report = world.once(lambda: write([folder], folder / "report.html"))
     if outcome.stopped:
         console.print(f"stopped; what is done is saved. Continue with: onetake train --resume {folder}")
     for line in closing_lines(outcome):
@@ -100,7 +103,7 @@ def train_and_report(session: Session, console: Console) -> Outcome:
     return outcome
 
 
-def plan_lines(recipe: Recipe) -> list[str]:
+def plan_lines(recipe: Recipe, ranks: int = 1) -> list[str]:
     """What the run will do, in numbers."""
     size = recipe.rollout
     images = recipe.rollouts * size.groups * size.group_size
@@ -116,6 +119,12 @@ def plan_lines(recipe: Recipe) -> list[str]:
         f"{recipe.policy.steps} steps each, {int(events[0, 0].sum())} of them trained; micro-batches of {size.micro_batch}",
         f"trained: {recipe.policy.trainable.kind}; events: {recipe.selection.kind}; execution: {recipe.execution}",
     ]
+    if ranks > 1:
+        layout = size.over(ranks)
+        lines.append(
+            f"on {ranks} ranks, {size.layout}: each samples {size.group_size // layout.width} images of "
+            f"{size.groups // layout.sets} prompts, and the gradients are summed once per update"
+        )
     if recipe.updates_per_rollout == 1:
         lines.append(
             "one update per rollout: the ratio is always exactly 1 and nothing is clipped; step_norm and grad_norm show learning"
@@ -193,7 +202,7 @@ def find_checkpoint(folder: Path) -> Checkpoint:
     return found
 
 
-def environment(recipe: Recipe) -> dict[str, str | int]:
+def environment(recipe: Recipe, world: World = ALONE) -> dict[str, str | int]:
     """Where a run runs, for its report."""
     packages = ("onetake", "torch", "diffusers", "transformers", "peft")
     git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
@@ -207,6 +216,7 @@ def environment(recipe: Recipe) -> dict[str, str | int]:
         "cpu_cores": os.cpu_count() or 0,
         "threads": torch.get_num_threads(),
         "device": str(device_of(recipe)),
+        "ranks": world.size,
     }
 
 

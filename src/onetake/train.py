@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from onetake import evaluation
 from onetake.advantages import dead_groups
@@ -24,6 +25,7 @@ from onetake.execution.preflight import Preflight, drifted, preflight, recheck
 from onetake.execution.sampling import deal, mean_kl, redeal, sample, score
 from onetake.metrics import Log, Stopwatch, peak_rss_mib
 from onetake.optimizer import Optimizer
+from onetake.parallel import ALONE, World
 from onetake.policies import trainable
 from onetake.policies.diffusion import DiffusionPolicy
 from onetake.recipe import Recipe
@@ -52,20 +54,39 @@ class Outcome:
     best: Checkpoint | None
 
 
-def train(recipe: Recipe, folder: Path, recipe_text: str, watch: Watcher | None = None) -> Outcome:
+def train(
+    recipe: Recipe, folder: Path, recipe_text: str, watch: Watcher | None = None, world: World = ALONE
+) -> Outcome:
     """Train `recipe` in run folder `folder`, from its latest checkpoint if it has one.
 
     `recipe_text` is the resolved recipe, written beside every checkpoint. Raises ValueError with the cause if the run
-    cannot be right: a pre-flight difference, a reward that is not finite, a gradient that is not finite.
+    cannot be right: a pre-flight difference, a reward that is not finite, a gradient that is not finite, weights that
+    differ between ranks.
     """
-    run = Run(recipe, folder, recipe_text, watch or Watcher())
+    run = Run(recipe, folder, recipe_text, watch or Watcher(), world)
     with _interruptible() as interrupted:
         run.start()
-        while run.update < recipe.updates and not interrupted:
+        while run.update < recipe.updates and not run.anywhere(interrupted):
             run.one_rollout()
         if run.update > run.saved:
             run.checkpoint(None)
-    return run.outcome(stopped=bool(interrupted) and run.update < recipe.updates)
+    return world.told(lambda: run.outcome(stopped=run.update < recipe.updates))
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What all ranks spent on training, as `metrics` defines it."""
+
+    calls: int = 0
+    forwards: int = 0
+    saved_forwards: int = 0
+
+    def plus(self, counts: Tensor) -> Spent:
+        calls, forwards, saved = counts.tolist()
+        return Spent(self.calls + calls, self.forwards + forwards, self.saved_forwards + saved)
+
+    def columns(self) -> dict[str, int]:
+        return {"forwards": self.forwards, "saved_forwards": self.saved_forwards}
 
 
 @dataclass
@@ -76,9 +97,10 @@ class Run:
     folder: Path
     recipe_text: str
     watch: Watcher
+    world: World
     update: int = 0
     saved: int = -1
-    saved_forwards: int = 0
+    saved_forwards: int = 0  # by this rank, in this session
 
     def __post_init__(self) -> None:
         recipe = self.recipe
@@ -89,10 +111,14 @@ class Run:
         )
         self.policy.pipe.to(device_of(recipe))
         self.execution: Execution = EXECUTIONS[recipe.execution](recipe.penalty)
+        self.parameters = list(trainable(self.policy).values())
         self.optimizer = Optimizer(recipe.optimizer, trainable(self.policy))
         self.ema = Ema(recipe.ema, trainable(self.policy)) if recipe.ema is not None else None
         self.log = Log(self.folder / "metrics.jsonl")
         self.checkpoints = Checkpoints(self.folder / "checkpoints", recipe.checkpoint)
+        self.layout = recipe.rollout.over(self.world.size)
+        self.earlier = Spent()  # in the sessions before this one
+        self.spent = Spent()
         self._began = time.perf_counter()
 
     @property
@@ -101,14 +127,15 @@ class Run:
 
     def start(self) -> None:
         """Check the policy, then continue from the latest checkpoint or evaluate the untrained policy."""
-        check = preflight(self.policy, self.execution, self.recipe.objective, self.micro_batches(0))
+        first = self.layout.share(self.micro_batches(0), self.world.rank)
+        check = preflight(self.policy, self.execution, self.recipe.objective, first)
         self.policy.calls = self.policy.forwards = 0
         self.watch.preflight(check)
-        found = self.checkpoints.latest(self.watch.say)
+        found = self.world.told(lambda: self.checkpoints.latest(self.watch.say))
         self._began = time.perf_counter()
+        self.world.once(lambda: self.log.rewind(-1 if found is None else found.state.update))
         if found is None:
-            self.log.rewind(-1)
-            self.evaluate()
+            self.world.once(self.evaluate)
         else:
             self.resume(found)
 
@@ -120,12 +147,10 @@ class Run:
         self.recipe.policy.trainable.load(self.policy.pipe, checkpoint.weights)
         self.optimizer.load(checkpoint.optimizer())
         self.update = self.saved = self.policy.version = state.update
-        self.policy.calls, self.policy.forwards = state.calls, state.forwards
-        self.saved_forwards = state.saved_forwards
+        self.earlier = self.spent = Spent(state.calls, state.forwards, state.saved_forwards)
         if self.execution.kl is not None:
             self.execution.kl = self.execution.kl.model_copy(update={"beta": state.kl_beta})
         self._began -= state.wall_s
-        self.log.rewind(state.update)
 
     def micro_batches(self, rollout: int) -> list[MicroBatch]:
         recipe = self.recipe
@@ -142,7 +167,7 @@ class Run:
             dead = self.dead(rollout)
             if not dead:
                 break
-            again = redeal(rollout.batches, dead, self.task.train, attempt)
+            again = redeal(rollout.dealt, dead, self.task.train, attempt)
             rollout.drop(dead)
             rollout.add(self.sample(again, clock))
             self.score(rollout, clock)
@@ -158,14 +183,20 @@ class Run:
         if self.execution.kl is not None:
             self.execution.kl = self.execution.kl.controlled(columns["kl"])
         due = self.update == self.recipe.updates
-        held_out = self.evaluate() if due or self._passed(self.recipe.evaluation.every) else None
-        if due or held_out is not None or self._passed(self.recipe.checkpoint.every):
+        evaluated = due or self._passed(self.recipe.evaluation.every)
+        held_out = self.world.once(self.evaluate) if evaluated else None
+        if evaluated or self._passed(self.recipe.checkpoint.every):
             self.checkpoint(held_out)
 
-    def sample(self, batches: list[MicroBatch], clock: Stopwatch) -> Rollout:
+    def anywhere(self, interrupted: list[int]) -> bool:
+        """Whether any rank was interrupted; a signal may reach one a rollout earlier than another."""
+        return bool(self.world.rows(torch.tensor([len(interrupted)])).any())
+
+    def sample(self, dealt: list[MicroBatch], clock: Stopwatch) -> Rollout:
+        """This rank's share of the micro-batches."""
         with self.phase(clock, "sampling"):
             decoding = self.policy.decode_seconds
-            rollout = sample(self.policy, self.execution, batches)
+            rollout = sample(self.policy, self.execution, self.layout.share(dealt, self.world.rank), dealt)
             decoding = self.policy.decode_seconds - decoding
         clock.seconds["sampling"] -= decoding
         clock.seconds["decoding"] += decoding
@@ -173,7 +204,7 @@ class Run:
 
     def score(self, rollout: Rollout, clock: Stopwatch) -> None:
         with self.phase(clock, "reward"):
-            score(rollout, self.task.rewards, self.recipe.advantages, self.execution.kl)
+            score(rollout, self.task.rewards, self.recipe.advantages, self.execution.kl, self.world)
 
     @contextmanager
     def phase(self, clock: Stopwatch, name: str) -> Iterator[None]:
@@ -199,6 +230,8 @@ class Run:
         coefficients = Coefficients(self.recipe.objective, rollout)
         with self.phase(clock, "backward"):
             execution.accumulate(self.policy, rollout, coefficients)
+            self.world.sum_gradients(self.parameters)
+        coefficients.share(self.world.rows)
         if self.policy.version == rollout.version:
             drifted(coefficients.shift, rollout.transitions[0][0].dims)
         with self.phase(clock, "optimizer"):
@@ -206,14 +239,16 @@ class Run:
             stepped = self.optimizer.step(self.update) if live else self.optimizer.skip()
         self.update += 1
         self.policy.version += 1
+        self.world.check_equal(self.parameters, f"update {self.update}")
         if self.ema is not None:
             self.ema.update(self.update)
+        here = torch.tensor([[self.policy.calls, self.policy.forwards, self.saved_forwards]])
+        self.spent = self.earlier.plus(self.world.rows(here).sum(0))
         columns = {
             "kind": "update",
             "update": self.update,
             "wall_s": self.wall_s,
-            "forwards": self.policy.forwards,
-            "saved_forwards": self.saved_forwards,
+            **self.spent.columns(),
             "execution": next(name for name, kind in EXECUTIONS.items() if isinstance(execution, kind)),
             **sampled,
             **clock.columns(),
@@ -221,7 +256,7 @@ class Run:
             **stepped,
             "peak_rss_mib": peak_rss_mib(),
         }
-        self.log.write(**columns)
+        self.world.once(lambda: self.log.write(**columns))
         self.watch.update(columns)
         if not live:
             self.watch.say(f"update {self.update}: all groups are dead (equal rewards), so nothing was trained")
@@ -235,8 +270,7 @@ class Run:
         with self.ema.applied() if self.ema is not None else nullcontext():
             result = evaluate(self.policy, self.task, self.recipe.evaluation, seed=self.recipe.seed)
         columns = {"kind": "evaluation", "update": self.update, "wall_s": self.wall_s}
-        counts = {"forwards": self.policy.forwards, "saved_forwards": self.saved_forwards}
-        self.log.write(**columns, **counts, **result.summary)
+        self.log.write(**columns, **self.spent.columns(), **result.summary)
         evaluation.save(result, self.task, self.folder / "evaluations", self.update)
         self.watch.evaluation(self.update, result)
         return result
@@ -246,13 +280,14 @@ class Run:
         state = State(
             update=self.update,
             wall_s=self.wall_s,
-            calls=self.policy.calls,
-            forwards=self.policy.forwards,
-            saved_forwards=self.saved_forwards,
+            calls=self.spent.calls,
+            forwards=self.spent.forwards,
+            saved_forwards=self.spent.saved_forwards,
             kl_beta=self.execution.kl.beta if self.execution.kl is not None else 0.0,
             held_out=summary.get("success_rate", summary.get("score_mean")),
         )
-        self.checkpoints.save(state, self.save_weights, self.optimizer.state(), self.recipe_text)
+        moments = self.optimizer.state()
+        self.world.once(lambda: self.checkpoints.save(state, self.save_weights, moments, self.recipe_text))
         self.saved = self.update
 
     def save_weights(self, folder: Path) -> None:
@@ -282,11 +317,11 @@ class Run:
         columns: dict[str, Any] = {
             "score_mean": float(rewards.mean()),
             "score_spread": float(rewards.std(1, correction=0).mean()),
-            "rewards": {n: float(torch.cat([part[n] for part in rollout.parts]).mean()) for n in rollout.parts[0]},
+            "rewards": {name: float(scores.mean()) for name, scores in rollout.scores.items()},
             "dead_groups": len(self.dead(rollout)),
         }
         if self.execution.kl is not None:
-            columns |= {"kl": mean_kl(rollout, self.execution.kl), "kl_beta": self.execution.kl.beta}
+            columns |= {"kl": mean_kl(rollout, self.execution.kl, self.world), "kl_beta": self.execution.kl.beta}
         if self.task.success_at is not None:
             columns["success_rate"] = float((rewards >= self.task.success_at).double().mean())
         return columns

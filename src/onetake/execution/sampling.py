@@ -12,6 +12,7 @@ from onetake.advantages import Advantages
 from onetake.execution.base import Execution
 from onetake.noise import choice, prompt_indices
 from onetake.objectives import Kl, Objective
+from onetake.parallel import ALONE, Layout, LayoutKind, World
 from onetake.policies import Policy
 from onetake.records import Address, Config, MicroBatch, Rollout, Transition
 from onetake.rewards import Rewards
@@ -24,6 +25,9 @@ class RolloutConfig(Config):
     groups: int = Field(default=4, ge=1, description="P, prompts per update")
     group_size: int = Field(default=24, ge=1, description="G, trajectories per prompt")
     micro_batch: int = Field(default=24, ge=1, description="B, trajectories sampled by one call; divides group_size")
+    layout: LayoutKind = Field(
+        default="shared-prompt", description="on several ranks: divide each group among them, or deal them whole groups"
+    )
     shared_start: bool = Field(default=False, description="all samples of a group start from the same noise")
     share_prefix: bool = Field(
         default=True,
@@ -33,7 +37,17 @@ class RolloutConfig(Config):
         default=0, ge=0, description="times that groups with equal rewards are drawn again with other prompts"
     )
 
-    def problems(self) -> list[str]:
+    def over(self, ranks: int) -> Layout:
+        """Who samples what on `ranks` processes."""
+        return Layout(
+            kind=self.layout,
+            ranks=ranks,
+            groups=self.groups,
+            group_size=self.group_size,
+            micro_batch=self.micro_batch,
+        )
+
+    def problems(self, ranks: int = 1) -> list[str]:
         found = []
         if self.group_size < 2:
             found.append("rollout.group_size: 1 gives no advantage (each sample is its own mean); use 2 or more")
@@ -43,7 +57,7 @@ class RolloutConfig(Config):
                 f"rollout.micro_batch: {self.micro_batch} does not divide group_size: {self.group_size}, so samples would be "
                 f"dropped; sizes that work: {', '.join(map(str, fits))}"
             )
-        return found
+        return found + self.over(ranks).problems()
 
 
 def deal(
@@ -94,12 +108,23 @@ def redeal(batches: list[MicroBatch], groups: set[int], prompts: list[str], atte
     ]
 
 
-def sample(policy: Policy, execution: Execution, batches: list[MicroBatch]) -> Rollout:
+def sample(
+    policy: Policy, execution: Execution, batches: list[MicroBatch], dealt: list[MicroBatch] | None = None
+) -> Rollout:
     """Run every micro-batch; the execution sees each event with its graph, the rollout keeps it without.
 
     What a group's samples share, the steps before its first event, is computed once (for micro-batches dealt in a row).
+    `batches` may be a rank's share of those that were `dealt` to all ranks.
     """
-    rollout = Rollout(batches=[], transitions=[], outputs=[], kept=[], trained=[], version=policy.version)
+    rollout = Rollout(
+        batches=[],
+        transitions=[],
+        outputs=[],
+        kept=[],
+        trained=[],
+        version=policy.version,
+        dealt=list(batches if dealt is None else dealt),
+    )
     entry, entered = None, None
     for batch in batches:
         if batch.group != entered:
@@ -123,24 +148,29 @@ def sample(policy: Policy, execution: Execution, batches: list[MicroBatch]) -> R
     return rollout
 
 
-def score(rollout: Rollout, rewards: Rewards, advantages: Advantages, kl: Kl | None = None) -> None:
+def score(
+    rollout: Rollout, rewards: Rewards, advantages: Advantages, kl: Kl | None = None, world: World = ALONE
+) -> None:
     """Score the micro-batches that have no score yet; set the rollout's rewards and advantages (P, G), by group index.
 
     With ``kl.as_reward`` the divergence from the reference is one more reward, of weight −β, for the advantages only.
+    Every rank scores what it sampled; rewards and advantages are the whole update's on all of them.
     """
     for batch, outputs in list(zip(rollout.batches, rollout.outputs, strict=True))[len(rollout.parts) :]:
         rollout.parts.append(rewards(outputs, [batch.prompt] * len(outputs)))
-    parts = {name: rollout.table([part[name] for part in rollout.parts]) for name in rewards.weights}
-    rollout.rewards = rewards.total(parts)
-    signals, weights = list(parts.values()), list(rewards.weights.values())
+    tables = [rollout.table([part[name] for part in rollout.parts]) for name in rewards.weights]
+    weights = list(rewards.weights.values())
     if kl is not None and kl.as_reward:
-        signals.append(trajectory_kl(rollout, kl))
+        tables.append(trajectory_kl(rollout, kl))
         weights.append(-kl.beta)
-    rollout.advantages = advantages(torch.stack(signals), torch.tensor(weights, dtype=torch.float64))
+    signals = world.table(torch.stack(tables))
+    rollout.scores = dict(zip(rewards.weights, signals, strict=False))  # the KL, if it is there, comes last
+    rollout.rewards = rewards.total(rollout.scores)
+    rollout.advantages = advantages(signals, torch.tensor(weights, dtype=torch.float64))
 
 
 def trajectory_kl(rollout: Rollout, kl: Kl) -> Tensor:
-    """(P, G) mean over each trajectory's events of its scaled KL to the reference."""
+    """(P, G) mean over each trajectory's events of its scaled KL to the reference; NaN where another rank sampled."""
     return rollout.table(
         [
             torch.stack([kl.of(event, event) for event in events]).sum(0).cpu() / batch.stochastic.sum(1)
@@ -149,7 +179,7 @@ def trajectory_kl(rollout: Rollout, kl: Kl) -> Tensor:
     )
 
 
-def mean_kl(rollout: Rollout, kl: Kl) -> float:
-    """Mean over all events of the scaled KL to the reference."""
+def mean_kl(rollout: Rollout, kl: Kl, world: World = ALONE) -> float:
+    """Mean over all events, on all ranks, of the scaled KL to the reference."""
     values = [kl.of(event, event)[event.rows] for events in rollout.transitions for event in events]
-    return float(torch.cat(values).double().mean())
+    return float(world.rows(torch.cat(values).double()).mean())

@@ -1,0 +1,159 @@
+"""What the processes of a run tell each other. The only file that talks to torch.distributed.
+
+A run is written once, for any number of processes: it asks its world, and alone in it the answers cost nothing.
+Every method of `Ranks` but `once` is a collective: all ranks call it, in the same order.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from hashlib import blake2b
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+T = TypeVar("T")
+PATIENCE = timedelta(
+    hours=2
+)  # the other ranks wait while rank 0 evaluates; a rank that dies is noticed by torchrun at once
+
+
+class World(Protocol):
+    """The processes of a run, seen from one of them."""
+
+    rank: int
+    size: int
+
+    def once(self, function: Callable[[], T]) -> T | None:
+        """Call `function` on rank 0 alone (what prints or writes); None elsewhere."""
+        ...
+
+    def told(self, function: Callable[[], T]) -> T:
+        """What `function` returns on rank 0, on every rank. Where it raises there, the others leave without a word."""
+        ...
+
+    def table(self, own: Tensor) -> Tensor:
+        """A table whose cells different ranks know (NaN elsewhere), whole; a cell that not exactly one rank knows is NaN."""
+        ...
+
+    def rows(self, own: Tensor) -> Tensor:
+        """All ranks' rows (n_r, ...), one after the other in the order of ranks: (Σ n_r, ...)."""
+        ...
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """p.grad of every rank becomes their sum, by one reduction; None stays where no rank has a gradient."""
+        ...
+
+    def check_equal(self, parameters: Iterable[nn.Parameter], when: str) -> None:
+        """Raises ValueError naming the ranks whose parameters are not, bit for bit, those of rank 0."""
+        ...
+
+
+class Alone:
+    """One process."""
+
+    rank, size = 0, 1
+
+    def once(self, function: Callable[[], T]) -> T | None:
+        return function()
+
+    def told(self, function: Callable[[], T]) -> T:
+        return function()
+
+    def table(self, own: Tensor) -> Tensor:
+        return own
+
+    def rows(self, own: Tensor) -> Tensor:
+        return own
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        pass
+
+    def check_equal(self, parameters: Iterable[nn.Parameter], when: str) -> None:
+        pass
+
+
+ALONE = Alone()
+
+
+class Ranks:
+    """The processes of torch.distributed's default group, each with a copy of the policy."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def once(self, function: Callable[[], T]) -> T | None:
+        return function() if self.rank == 0 else None
+
+    def told(self, function: Callable[[], T]) -> T:
+        answer: list[Any] = [None, "failed"]
+        try:
+            if self.rank == 0:
+                answer = [function(), "succeeded"]
+        finally:  # the others wait for it either way
+            dist.broadcast_object_list(answer, src=0)
+        value, outcome = answer
+        if outcome == "failed":
+            raise SystemExit(2)
+        return value
+
+    def table(self, own: Tensor) -> Tensor:
+        known = ~own.isnan()
+        sums = torch.stack([torch.where(known, own, 0), known.to(own)])  # adding zeros is exact
+        dist.all_reduce(sums)
+        return torch.where(sums[1] == 1, sums[0], torch.nan)
+
+    def rows(self, own: Tensor) -> Tensor:
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, own.cpu())
+        return torch.cat(gathered).to(own.device)
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Which parameters have a gradient travels in front of the gradients, so that it costs no reduction of its own."""
+        parameters = list(parameters)
+        present = parameters[0].new_tensor([p.grad is not None for p in parameters])
+        pieces = [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in parameters]
+        flat = torch.cat([present, *pieces])
+        dist.all_reduce(flat)
+        counts, *sums = flat.split([len(parameters), *(p.numel() for p in parameters)])
+        for parameter, count, total in zip(parameters, counts.tolist(), sums, strict=True):
+            parameter.grad = total.view_as(parameter).to(parameter.dtype) if count else None
+
+    def check_equal(self, parameters: Iterable[nn.Parameter], when: str) -> None:
+        digests = self.rows(torch.tensor([_digest(parameters)])).tolist()
+        others = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
+        if others:
+            raise ValueError(
+                f"{when}: the trainable weights of rank {', '.join(others)} are not those of rank 0, so the ranks no longer train "
+                "one policy; the last checkpoint stands. All ranks need the same versions of the libraries and the same kind of "
+                "device; a memory fault does this too"
+            )
+
+
+@contextmanager
+def world() -> Iterator[World]:
+    """The world that torchrun describes in its environment variables; without them, or for one process, `ALONE`.
+
+    CPU tensors travel by gloo, CUDA tensors by nccl, and each process takes the GPU of its local rank. On an error the
+    group is left as it is: the other ranks may be inside a collective, and torchrun ends them.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield ALONE
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(timeout=PATIENCE)
+    yield Ranks()
+    dist.destroy_process_group()
+
+
+def _digest(parameters: Iterable[nn.Parameter]) -> int:
+    digest = blake2b(digest_size=7)  # fits an int64
+    for parameter in parameters:
+        digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return int.from_bytes(digest.digest(), "big")

@@ -1,0 +1,234 @@
+"""Functions that run in several processes: toy updates and tiny runs, on gloo. Imported by each rank anew, so kept light."""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from helpers import PROMPTS, move
+from onetake.advantages import Advantages
+from onetake.coefficients import Coefficients
+from onetake.execution import EXECUTIONS, Recompute
+from onetake.execution.sampling import RolloutConfig, deal, mean_kl, sample, score
+from onetake.objectives import Grpo, Kl
+from onetake.parallel import ALONE, World, world
+from onetake.policies import trainable
+from onetake.policies.toy import ToyPolicy
+from onetake.records import Address
+from onetake.rewards import Rewards
+from onetake.selection import All, Fraction
+from onetake.transitions import Flow
+
+
+def on_ranks(size: int, folder: Path, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What ``function(world, *arguments)`` returned in each of `size` new processes."""
+    folder.mkdir()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(_one_rank, (size, port, folder, function, arguments), nprocs=size)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(size)]
+
+
+def _one_rank(rank: int, size: int, port: int, folder: Path, function: Callable[..., Any], arguments: tuple) -> None:
+    torch.set_num_threads(1)
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in names.items()}
+    with world() as ranks:
+        torch.save(function(ranks, *arguments), folder / f"{rank}.pt")
+
+
+class Collectives(TorchDispatchMode):
+    """Counts what torch.distributed sends: (operation, bytes of this rank's tensors), in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            tensors = [tensor for tensor in args[0] if isinstance(tensor, torch.Tensor)]
+            self.seen.append((func.overloadpacket.__name__, sum(t.numel() * t.element_size() for t in tensors)))
+        return func(*args, **(kwargs or {}))
+
+
+VARIANTS = {
+    "plain": {},
+    "rectified, events of each sample, KL": {
+        "objective": Grpo(event_weights="rectified"),
+        "selection": Fraction(fraction=0.6),
+        "kl": Kl(beta=0.3),
+    },
+    "KL as reward, global std": {"kl": Kl(beta=0.3, as_reward=True), "advantages": Advantages(std="global")},
+}
+TOY_REWARDS = Rewards(
+    functions={
+        "length": lambda x, prompts: x.norm(dim=1),
+        "sign": lambda x, prompts: (x[:, 0] > 0).double(),
+    },
+    weights={"length": 1.0, "sign": 0.5},
+)
+
+
+def toy_update(ranks: World, execution: str, variant: str, sizes: dict[str, Any]) -> dict[str, Any]:
+    """One update of the toy policy, then the gradient of a second one on the same rollout, as the training loop makes them."""
+    chosen = VARIANTS[variant]
+    objective, kl = chosen.get("objective", Grpo(scale="exact", clip_low=0.1, clip_high=0.1)), chosen.get("kl")
+    policy, config, strategy = ToyPolicy(Flow()), RolloutConfig(**sizes), EXECUTIONS[execution](kl)
+    move(policy, 0.1)
+    address = Address(seed=1, stream="train", update=0)
+    dealt = deal(config, PROMPTS, policy, chosen.get("selection", All()), objective, address)
+    rollout = sample(policy, strategy, config.over(ranks.size).share(dealt, ranks.rank), dealt)
+    score(rollout, TOY_REWARDS, chosen.get("advantages", Advantages()), kl, ranks)
+    found = {
+        "made": {
+            (b.group, s): (outputs[i], [event.action[i] for event in events])
+            for b, outputs, events in zip(rollout.batches, rollout.outputs, rollout.transitions, strict=True)
+            for i, s in enumerate(b.samples)
+        },
+        "scores": rollout.scores,
+        "rewards": rollout.rewards,
+        "advantages": rollout.advantages,
+        "kl": 0.0 if kl is None else mean_kl(rollout, kl, ranks),
+    }
+    with Collectives() as sent:
+        strategy.accumulate(policy, rollout, Coefficients(objective, rollout))
+        found["own"] = {name: p.grad.clone() for name, p in trainable(policy).items()}
+        ranks.sum_gradients(policy.module.parameters())
+    found |= {"sent": sent.seen, "gradient": {name: p.grad.clone() for name, p in trainable(policy).items()}}
+
+    policy.module.zero_grad(set_to_none=True)
+    move(policy)
+    policy.version += 1
+    coefficients = Coefficients(objective, rollout)
+    Recompute(kl).accumulate(policy, rollout, coefficients)
+    ranks.sum_gradients(policy.module.parameters())
+    coefficients.share(ranks.rows)
+    found |= {
+        "second": {name: p.grad for name, p in trainable(policy).items()},
+        "statistics": coefficients.statistics(),
+    }
+    return found
+
+
+def toy_updates(ranks: World, cases: list[tuple[str, str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    return [toy_update(ranks, *case) for case in cases]
+
+
+def toy_session(ranks: World, cases: list[tuple[str, str, dict[str, Any]]]) -> dict[str, Any]:
+    """Everything that needs no pipeline, in one start of the processes."""
+    return {
+        "updates": toy_updates(ranks, cases),
+        "missing": missing_gradients(ranks),
+        "table": ranks.table(torch.tensor([[0.0, float("nan")], [float("nan"), 1.0]])),
+        "unequal": unequal_weights(ranks),
+        "failed": rank_0_fails(ranks),
+    }
+
+
+def missing_gradients(ranks: World) -> list[Any]:
+    """Rank r has a gradient for parameter r alone; nobody has one for the last."""
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(ranks.size + 1)]
+    parameters[ranks.rank].grad = torch.full((2,), 1.0 + ranks.rank)
+    ranks.sum_gradients(parameters)
+    return [None if p.grad is None else p.grad.tolist() for p in parameters]
+
+
+def unequal_weights(ranks: World) -> list[str]:
+    """What is said of equal weights, and after one bit changed on rank 1."""
+    policy, said = ToyPolicy(Flow()), []
+    for change in (False, True):
+        if change and ranks.rank == 1:
+            with torch.no_grad():
+                weight = policy.module.outer.weight
+                weight[0, 0] = weight[0, 0].nextafter(torch.tensor(torch.inf, dtype=torch.float64))
+        try:
+            ranks.check_equal(policy.module.parameters(), "update 3")
+            said.append("equal")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def rank_0_fails(ranks: World) -> str:
+    """How each rank takes it that what it should be told could not be had."""
+
+    def refuse() -> None:
+        raise ValueError("no such recipe")
+
+    try:
+        ranks.told(refuse)
+    except ValueError as error:
+        return str(error)
+    except SystemExit as end:
+        return f"exit {end.code}"
+    return "went on"
+
+
+class Stop(Exception):
+    pass
+
+
+def blind_to_first(images, prompts):
+    """Equal rewards for the first prompt: its groups are dead, and drawn again."""
+    return torch.where(torch.tensor([p == "first" for p in prompts]), 0.0, images.mean((1, 2, 3)))
+
+
+def whole_run(ranks: World, recipe: Path, *overrides: str) -> str:
+    """A run as the command line makes it; what it printed."""
+    from rich.console import Console
+
+    from onetake.session import opened, train_and_report
+
+    printed = io.StringIO()
+    session = ranks.told(lambda: opened(str(recipe), list(overrides), ranks.size))
+    train_and_report(session, Console(file=printed, width=200), ranks)
+    return printed.getvalue()
+
+
+def broken_run(ranks: World, recipe: Path, after: int, *overrides: str) -> None:
+    """A run that dies in the update that follows `after`, and is continued."""
+    from onetake import config
+    from onetake.session import continued, opened
+    from onetake.train import Watcher, train
+
+    def die(columns: dict) -> None:
+        if columns["update"] > after:
+            raise Stop
+
+    session = ranks.told(lambda: opened(str(recipe), list(overrides), ranks.size))
+    text = config.dump(session.recipe)
+    try:
+        train(session.recipe, session.folder, text, Watcher(say=lambda line: None, update=die), ranks)
+    except Stop:
+        session = ranks.told(lambda: continued(session.folder, [], ranks.size))
+        train(session.recipe, session.folder, text, Watcher(say=lambda line: None), ranks)
+    else:
+        raise AssertionError("it was to die")
+
+
+def tiny_session(ranks: World, recipe: Path, root: Path) -> str:
+    """Runs of a tiny pipeline in folders of `root`; what the first printed."""
+    printed = whole_run(ranks, recipe, f"out={root / 'whole'}")
+    broken_run(ranks, recipe, 2, f"out={root / 'broken'}")
+    whole_run(ranks, recipe, f"out={root / 'conventional'}", *CONVENTIONAL)
+    return printed
+
+
+CONVENTIONAL = (
+    "rollout.layout=conventional",
+    "rollout.micro_batch=4",
+    "execution=reweight",
+    "updates_per_rollout=2",
+    "ema={decay: 0.5, every: 2}",
+)
+
+__all__ = ["ALONE", "CONVENTIONAL", "VARIANTS", "on_ranks", "tiny_session", "toy_session", "toy_updates"]
