@@ -19,7 +19,7 @@ from onetake.coefficients import Coefficients
 from onetake.execution import EXECUTIONS, Recompute
 from onetake.execution.sampling import RolloutConfig, deal, mean_kl, sample, score
 from onetake.objectives import Grpo, Kl
-from onetake.parallel import ALONE, World, world
+from onetake.parallel import World, world
 from onetake.policies import trainable
 from onetake.policies.toy import ToyPolicy
 from onetake.records import Address
@@ -230,5 +230,3 @@ CONVENTIONAL = (
     "updates_per_rollout=2",
     "ema={decay: 0.5, every: 2}",
 )
-
-__all__ = ["ALONE", "CONVENTIONAL", "VARIANTS", "on_ranks", "tiny_session", "toy_session", "toy_updates"]
