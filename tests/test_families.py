@@ -50,14 +50,14 @@ class Base:
     def policy(self, *, moved: bool = True, **changes) -> DiffusionPolicy:
         settings = {"guidance": self.case.guidance, "call": self.case.call, "trainable": TRAINABLE["lora"]} | changes
         config = PolicyConfig(pipeline=str(self.folder), steps=STEPS, **settings)
-        policy = DiffusionPolicy.from_config(config, self.folder, seed=0)
+        policy = DiffusionPolicy.from_config(config, str(self.folder), seed=0)
         if moved:  # a fresh adapter is the identity, which would hide errors
             move(policy)
         return policy
 
     def plain(self) -> DiffusionPipeline:
         """The pipeline as anyone loads it, with Euler steps on its own scheduler's grid."""
-        pipe = load_pipeline(self.folder)
+        pipe = load_pipeline(str(self.folder), PolicyConfig())
         if not isinstance(pipe.scheduler, FlowMatchEulerDiscreteScheduler):
             pipe.scheduler = SameGrid(pipe.scheduler)
         pipe.vae.requires_grad_(False)  # torch picks another convolution kernel for weights that could train
