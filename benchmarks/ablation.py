@@ -68,7 +68,7 @@ def mean_curve(runs: list[list[dict]], key: str) -> list[float]:
 
 
 def reached(x: list[float], y: list[float], level: float) -> float | None:
-    """The x at which the curve first reaches `level`, by linear interpolation."""
+    """The x at which the curve first reaches `level`, by linear interpolation; None if it never does, or began there."""
     for (x0, y0), (x1, y1) in itertools.pairwise(zip(x, y, strict=True)):
         if y0 < level <= y1:
             return x0 + (level - y0) / (y1 - y0) * (x1 - x0)
@@ -127,7 +127,7 @@ def main() -> None:
         print(
             f"| {name} | {runs[0][-1]['update']} | {success[0]:.3f} → {success[-1]:.3f} | {gains} | {rows[-1]:,.0f} | "
             f"{mean_curve(runs, 'forwards')[-1]:,.0f} | {mean_curve(runs, 'wall_s')[-1]:.0f} | "
-            f"{'not reached' if at is None else f'{at / whole:.2f} of its training cost'} |"
+            f"{'never, or from the start' if at is None else f'{at / whole:.2f} of its training cost'} |"
         )
     if args.figure:
         draw(curves, args.figure)
