@@ -4,7 +4,8 @@
 
 Every run is `onetake train` with a shipped recipe in a process of its own with one thread; `--jobs` of them at a time. Prints
 one row a run, held-out strict success before → after (the last weights, never the best in between), and the means as a
-Markdown table. A run that is there already is continued where it stopped.
+Markdown table, and until which update the executions' training curves are equal number for number. A run that is there already
+is continued where it stopped.
 """
 
 from __future__ import annotations
@@ -54,6 +55,20 @@ def summary(lines: list[dict]) -> dict[str, float]:
     }
 
 
+def together(runs: list[list[dict]]) -> str:
+    """How long the runs have the same training rewards, and how far their gradient norms are apart until then."""
+    first, *others = ([line for line in lines if line["kind"] == "update"] for lines in runs)
+    apart, furthest = len(first), 0.0
+    for other in others:
+        for number, (a, b) in enumerate(zip(first, other, strict=True)):
+            if a["score_mean"] != b["score_mean"]:
+                apart = min(apart, number)
+                break
+            furthest = max(furthest, abs(a["grad_norm"] / b["grad_norm"] - 1))
+    until = "to the end" if apart == len(first) else f"up to update {apart}"
+    return f"equal training rewards {until}, gradient norms until then within {furthest:.0e}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
@@ -82,6 +97,10 @@ def main() -> None:
                 f"| {s['diversity before']:.3f} → {s['diversity after']:.3f} | {s['update_s']:.2f} |",
                 flush=True,
             )
+    if len(arguments.executions) > 1:
+        for recipe, seed in itertools.product(arguments.recipes, range(arguments.seeds)):
+            runs = [jobs[((recipe, execution), seed)].result() for execution in arguments.executions]
+            print(f"{recipe}, seed {seed}: {together(runs)}")
     for (recipe, execution), values in gains.items():
         print(
             f"{recipe}, {execution}: gain mean {statistics.mean(values):+.3f}, smallest {min(values):+.3f}, n = {s['n']}"

@@ -34,10 +34,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM, GgufConfig
 
-from onetake.activations.measure import PeakMemory
 from onetake.activations.plan import MIB, Action
 from onetake.activations.recovery import EXACT, Recovery
 from onetake.allocator import keep_freed_memory
+from onetake.memory import PeakMemory
 
 CHUNK = 32  # tokens of a row whose logits exist at once
 BUDGETS = ("1.05x", "1.10x", "1.20x", "1.40x", "1.80x", "2.50x")

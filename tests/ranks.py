@@ -17,7 +17,7 @@ from helpers import PROMPTS, move
 from onetake.advantages import Advantages
 from onetake.coefficients import Coefficients
 from onetake.execution import EXECUTIONS, Recompute
-from onetake.execution.sampling import RolloutConfig, deal, mean_kl, sample, score
+from onetake.execution.sampling import RolloutConfig, deal, sample, score
 from onetake.objectives import Grpo, Kl
 from onetake.parallel import World, world
 from onetake.policies import trainable
@@ -97,7 +97,7 @@ def toy_update(ranks: World, execution: str, variant: str, sizes: dict[str, Any]
         "scores": rollout.scores,
         "rewards": rollout.rewards,
         "advantages": rollout.advantages,
-        "kl": 0.0 if kl is None else mean_kl(rollout, kl, ranks),
+        "kl": 0.0 if rollout.kl is None else float(rollout.kl.mean()),
     }
     with Collectives() as sent:
         strategy.accumulate(policy, rollout, Coefficients(objective, rollout))

@@ -14,7 +14,7 @@ import onetake
 
 ROOT = Path(onetake.__file__).parent
 LAYERS = [
-    {"records", "metrics", "allocator"},
+    {"records", "metrics", "memory", "allocator"},
     {"noise", "transitions", "advantages", "objectives", "coefficients", "selection"}
     | {f"activations.{name}" for name in ("plan", "solve", "cut", "codecs")},
     {"policies", "rewards", "parallel"},

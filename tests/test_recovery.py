@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from models import decoder, equal, gradients, planned, replan, tokens, transformer
-from onetake.activations.measure import Bucket, PeakMemory, Probe, Profile, fingerprint
+from onetake.activations.measure import Bucket, Probe, Profile, fingerprint
 from onetake.activations.plan import MIB, Action, Option
 from onetake.activations.recovery import Recovery
+from onetake.memory import PeakMemory
 
 H, E, R = Action.STORE, Action.ELEMENTWISE, Action.RECOMPUTE
 IDS = tokens()

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from onetake import config
@@ -23,7 +22,7 @@ from onetake.metrics import Log
 from onetake.policies.diffusion import DiffusionPolicy, load_pipeline
 from onetake.session import continued, opened
 from onetake.train import Watcher, train
-from tiny import tiny_task
+from tiny import tiny_recipe
 
 TIMES = ("wall_s", "peak_rss_mib", "sampling_s", "decoding_s", "reward_s", "backward_s", "optimizer_s", "evaluation_s")
 
@@ -31,22 +30,14 @@ TIMES = ("wall_s", "peak_rss_mib", "sampling_s", "decoding_s", "reward_s", "back
 @pytest.fixture(scope="module")
 def recipe_file(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("recipe")
-    task, pipeline = tiny_task(root)
-    tree = {
-        "task": task,
-        "policy": {
-            "pipeline": pipeline,
-            "steps": 3,
-            "call": {"max_sequence_length": 8},
-            "trainable": {"kind": "lora", "rank": 2},
-        },
-        "rollout": {"groups": 2, "group_size": 4, "micro_batch": 4},
-        "optimizer": {"learning_rate": 0.05, "warmup": 3},
-        "evaluation": {"every": 3, "samples": 2},
-        "checkpoint": {"every": 1, "keep": 2},
-        "updates": 6,
-    }
-    (root / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    text = tiny_recipe(
+        root,
+        optimizer={"learning_rate": 0.05, "warmup": 3},
+        evaluation={"every": 3, "samples": 2},
+        checkpoint={"every": 1, "keep": 2},
+        updates=6,
+    )
+    (root / "recipe.yaml").write_text(text)
     return root / "recipe.yaml"
 
 

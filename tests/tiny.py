@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
+import yaml
 from diffusers import (
     AutoencoderKL,
     FlowMatchEulerDiscreteScheduler,
@@ -90,6 +92,22 @@ def tiny_sd3(seed: int = 0, dtype: torch.dtype = torch.float32, **transformer) -
         )
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def tiny_recipe(root: Path, **changes: Any) -> str:
+    """A recipe for the tiny pipeline and its task, saved under `root`; `changes` replace groups of keys."""
+    task, pipeline = tiny_task(root)
+    tree = {
+        "task": task,
+        "policy": {
+            "pipeline": pipeline,
+            "steps": 3,
+            "call": {"max_sequence_length": 8},
+            "trainable": {"kind": "lora", "rank": 2},
+        },
+        "rollout": {"groups": 2, "group_size": 4, "micro_batch": 4},
+    }
+    return yaml.safe_dump(tree | changes)
 
 
 def tiny_task(root: Path) -> tuple[dict[str, str], str]:

@@ -44,9 +44,9 @@ class Coefficients:
         self.loss += float(loss.detach())
         log_ratio = log_ratio.detach()
         seen = _Seen(
-            log_ratio=log_ratio[old.rows].double().cpu(),
-            removed=objective.removed(log_ratio, advantage, divergence)[old.rows].double().cpu(),
-            shift=(new.log_prob - old.log_prob)[old.rows].abs().double().cpu(),
+            log_ratio=log_ratio[old.rows].double(),
+            removed=objective.removed(log_ratio, advantage, divergence)[old.rows].double(),
+            shift=(new.log_prob - old.log_prob)[old.rows].abs().double(),
         )
         self._seen.setdefault(old.index, []).append(seen)
         return omega

@@ -105,28 +105,6 @@ class Stopwatch:
         return {f"{name}_s": round(value, 6) for name, value in self.seconds.items()}
 
 
-class PeakMemory:
-    """Highest resident memory of the process inside the block, MiB, by the kernel's high-water mark (Linux)."""
-
-    mib: float | None = None
-    _resettable = True
-
-    def __enter__(self) -> PeakMemory:
-        try:
-            Path("/proc/self/clear_refs").write_text("5")  # resets the mark to the current size
-        except OSError:  # not Linux, or a container that forbids it: then the peak is not known
-            self._resettable = False
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._resettable:
-            marks = [line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM")]
-            self.mib = int(marks[0].split()[1]) / 1024
-
-
-_STATUS = Path("/proc/self/status")
-
-
 def peak_rss_mib() -> float:
     """Highest resident memory of this process so far, MiB (the kernel counts KiB on Linux, bytes on macOS)."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

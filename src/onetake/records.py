@@ -55,6 +55,10 @@ class MicroBatch:
     first: int = 0  # before this step nothing of the group is stochastic, and its samples are one
     last: int | None = None  # after this event nothing of the group is stochastic
 
+    def alone(self) -> MicroBatch:
+        """Its first trajectory by itself: what a group that shares its start computes for all."""
+        return replace(self, samples=self.samples[:1], stochastic=self.stochastic[:1])
+
     @property
     def events(self) -> list[int]:
         """Indices of events that are stochastic for at least one row."""
@@ -119,6 +123,9 @@ class Rollout:
     )  # per scored micro-batch, reward name → (B,)
     scores: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # reward name → (P, G), of all ranks
     rewards: Tensor | None = None  # (P, G) weighted sum of the scores
+    kl: Tensor | None = (
+        None  # (P, G) mean over a trajectory's events of the scaled KL to the reference, where asked for
+    )
     advantages: Tensor | None = None  # (P, G)
 
     @property

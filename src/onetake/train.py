@@ -22,7 +22,7 @@ from onetake.ema import Ema
 from onetake.evaluation import Evaluation, evaluate
 from onetake.execution import EXECUTIONS, Execution, Recompute
 from onetake.execution.preflight import Preflight, drifted, preflight, recheck
-from onetake.execution.sampling import deal, mean_kl, redeal, sample, score
+from onetake.execution.sampling import deal, redeal, sample, score
 from onetake.metrics import Log, Stopwatch, peak_rss_mib
 from onetake.optimizer import Optimizer
 from onetake.parallel import ALONE, World
@@ -321,7 +321,8 @@ class Run:
             "dead_groups": len(self.dead(rollout)),
         }
         if self.execution.kl is not None:
-            columns |= {"kl": mean_kl(rollout, self.execution.kl, self.world), "kl_beta": self.execution.kl.beta}
+            assert rollout.kl is not None
+            columns |= {"kl": float(rollout.kl.mean()), "kl_beta": self.execution.kl.beta}
         if self.task.success_at is not None:
             columns["success_rate"] = float((rewards >= self.task.success_at).double().mean())
         return columns

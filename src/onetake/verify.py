@@ -13,7 +13,7 @@ from onetake.coefficients import Coefficients
 from onetake.execution import EXECUTIONS
 from onetake.execution.preflight import preflight
 from onetake.execution.sampling import deal, sample, score
-from onetake.metrics import PeakMemory
+from onetake.memory import PeakMemory
 from onetake.policies import Policy, trainable
 from onetake.recipe import Recipe
 from onetake.records import Address
@@ -40,16 +40,17 @@ def verify(recipe: Recipe, policy: Policy, task: Task) -> list[Row]:
     address = Address(seed=recipe.seed, stream="train", update=0)
     batches = deal(recipe.rollout, task.train, policy, recipe.selection, recipe.objective, address)
     preflight(policy, EXECUTIONS["recompute"](recipe.penalty), recipe.objective, batches)
+    peak = PeakMemory(next(policy.module.parameters()).device)
     rows, native = [], None
     for name, kind in EXECUTIONS.items():
         execution = kind(recipe.penalty)
         calls, forwards = policy.calls, policy.forwards
-        with PeakMemory() as peak:
-            start = time.perf_counter()
-            rollout = sample(policy, execution, batches)
-            score(rollout, task.rewards, recipe.advantages, recipe.penalty)
-            execution.accumulate(policy, rollout, Coefficients(recipe.objective, rollout))
-            seconds = time.perf_counter() - start
+        known = peak.restart()
+        start = time.perf_counter()
+        rollout = sample(policy, execution, batches)
+        score(rollout, task.rewards, recipe.advantages, recipe.penalty)
+        execution.accumulate(policy, rollout, Coefficients(recipe.objective, rollout))
+        seconds = time.perf_counter() - start
         gradient = _taken(policy)
         native = gradient if native is None else native
         rows.append(
@@ -59,7 +60,7 @@ def verify(recipe: Recipe, policy: Policy, task: Task) -> list[Row]:
                 relative_l2=float((gradient - native).norm() / native.norm()),
                 max_abs=float((gradient - native).abs().max()),
                 seconds=seconds,
-                peak_mib=peak.mib,
+                peak_mib=peak.bytes / 2**20 if known else None,
                 calls=policy.calls - calls,
                 forwards=policy.forwards - forwards,
             )

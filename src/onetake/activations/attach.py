@@ -2,13 +2,13 @@
 
 Both libraries call ``model._set_gradient_checkpointing(enable=…, gradient_checkpointing_func=…)``, trainers again and again.
 It is wrapped on the instance, so that whoever turns checkpointing on gets the units' recovery with it, until `detach`.
-This file probes attributes; the rest of the package does not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -33,7 +33,8 @@ class Attachment:
         self.capture = capture
         self.units = _units(self.host)
         self._of = {unit.module: unit for unit in self.units}
-        self._was_on = any(getattr(module, "gradient_checkpointing", False) for module in self.host.modules())
+        # each library has a property for this; transformers renamed its own within the versions claimed
+        self._was_on = any(vars(module).get("gradient_checkpointing", False) for module in self.host.modules())
         self._original: Callable[..., None] = self.host._set_gradient_checkpointing
         if self._was_on:
             _refuse_unknown(_current(self.host))
@@ -56,7 +57,7 @@ class Attachment:
         self._original(enable=enable, gradient_checkpointing_func=partial(self._run_block, given))
         for unit in self.units:
             block: Any = unit.module
-            if hasattr(block, "_gradient_checkpointing_func"):  # transformers: the layer itself asks for it
+            if isinstance(unit.module, GradientCheckpointingLayer):  # transformers: the layer itself asks for it
                 block._gradient_checkpointing_func = partial(self.capture.run, unit, given)
 
     def _run_block(self, given: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
@@ -80,6 +81,7 @@ def _host(model: nn.Module) -> nn.Module:
                 f"{type(module).__name__} is compiled: torch.compile must stay inside units. Attach recovery first and compile "
                 "the attention or the MLP of each block instead, or train without recovery"
             )
+        # diffusers' models are known by their switch: this package's doors to diffusers are elsewhere
         if isinstance(module, PreTrainedModel) or hasattr(module, "enable_gradient_checkpointing"):
             if "_set_gradient_checkpointing" in vars(module):
                 raise ValueError("recovery is attached to this model already; call detach() on it first")
@@ -111,7 +113,7 @@ def _current(host: Any) -> Callable[..., Any]:
 
 def _refuse_unknown(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function if units can be built upon it; diffusers' default stands for torch's."""
-    if getattr(function, "__qualname__", "") == _DIFFUSERS_DEFAULT or function is checkpoint:
+    if (isinstance(function, FunctionType) and function.__qualname__ == _DIFFUSERS_DEFAULT) or function is checkpoint:
         return checkpoint
     keywords = function.keywords if isinstance(function, partial) else {}
     if keywords.get("use_reentrant"):

@@ -13,9 +13,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-GAUSSIAN_ERROR = 0.0265
-"""‖decoded − x‖ / ‖x‖ for Gaussian x."""
-
 _LARGEST = 448.0  # of float8_e4m3fn
 _LEAST_SCALE = torch.finfo(torch.float32).tiny
 _CHUNK = 2**22  # elements looked up at once: the lookup's 32-bit indices would take four times the codes' memory

@@ -30,38 +30,6 @@ Shape = tuple[int, int]
 """Rows and tokens per row of a unit's first tensor."""
 
 
-class PeakMemory:
-    """The most memory in use at once since the last `restart`: of the device's allocator, or on CPU of the process (Linux)."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def restart(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-        else:
-            Path("/proc/self/clear_refs").write_text("5")
-
-    @property
-    def bytes(self) -> int:
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
-        return _kibibytes("/proc/self/status", "VmHWM") * 1024
-
-    @property
-    def free(self) -> int:
-        """Bytes that could be in use beyond the peak."""
-        if self.device.type == "cuda":
-            return torch.cuda.get_device_properties(self.device).total_memory - self.bytes
-        grown = self.bytes - _kibibytes("/proc/self/status", "VmRSS") * 1024
-        return _kibibytes("/proc/meminfo", "MemAvailable") * 1024 - grown
-
-
-def _kibibytes(file: str, key: str) -> int:
-    (line,) = [line for line in Path(file).read_text().splitlines() if line.startswith(f"{key}:")]
-    return int(line.split()[1])
-
-
 @dataclass(kw_only=True)
 class Bucket:
     """Measured on one shape: the peak of recomputing every unit, and options by unit, in the order units run."""
@@ -99,12 +67,8 @@ class Profile:
     def load(cls, path: Path, fingerprint: dict[str, str]) -> Profile:
         """Raises ValueError if it was measured on anything else than what `fingerprint` says."""
         told = json.loads(path.read_text())
-        stale = [f"{key}: {told['fingerprint'].get(key)!r}, now {now!r}" for key, now in fingerprint.items()]
-        stale = [
-            line
-            for line, key in zip(stale, fingerprint, strict=True)
-            if told["fingerprint"].get(key) != fingerprint[key]
-        ]
+        measured = told["fingerprint"]
+        stale = [f"{k}: {measured.get(k)!r}, now {now!r}" for k, now in fingerprint.items() if measured.get(k) != now]
         if stale:
             raise ValueError(
                 f"profile: {path} is stale ({'; '.join(stale)}); delete it, and the next update measures anew"
@@ -120,7 +84,7 @@ class Profile:
             )
             for bucket in told["buckets"]
         ]
-        return cls(fingerprint=told["fingerprint"], buckets=buckets)
+        return cls(fingerprint=measured, buckets=buckets)
 
 
 def fingerprint(model: nn.Module, units: list[Unit]) -> dict[str, str]:

@@ -28,9 +28,10 @@ from torch import Tensor, nn
 from onetake.activations.attach import Attachment
 from onetake.activations.capture import Capture, CaptureError, Unit
 from onetake.activations.lossy import Lossy
-from onetake.activations.measure import Bucket, PeakMemory, Probe, Profile, Shape, fingerprint, shape_of
+from onetake.activations.measure import Bucket, Probe, Profile, Shape, fingerprint, shape_of
 from onetake.activations.plan import MIB, Action, Plan
 from onetake.activations.solve import solve
+from onetake.memory import PeakMemory
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +87,11 @@ class Recovery:
 
         Raises CaptureError if no unit ran, or, the first time, if a unit's trainable parameters got no gradient.
         """
-        self.peak.restart()
+        if not self.peak.restart():
+            raise CaptureError(
+                "the peak of this process cannot be measured here: /proc/self/clear_refs is not writable (not Linux, or a "
+                "container that forbids it). Recovery on CPU needs it; on CUDA it asks the allocator"
+            )
         self._inside, self._forwards, self._last, self.plan = True, 0, -1, None
         before = [unit.replays for unit in self.units]
         if self.lossy is not None:
@@ -153,21 +158,28 @@ class Recovery:
             self.require_lossy().decide(self.units, self.plan)
 
     def attach(self, trainer: Any) -> Recovery:
-        """Wrap the training step of a transformers Trainer; what `report` tells goes into TRL's log as ``recovery/…``.
+        """Wrap the training step of a transformers Trainer; the means of what `report` tells go into its log as ``recovery/…``.
 
         With `lossy`, TRL's log-probs and entropies are watched too.
         """
         inner: Callable[..., Tensor] = trainer.training_step
+        inner_log: Callable[..., None] = trainer.log
+        reports: list[dict[str, float]] = []  # since the trainer logged last
 
         def training_step(*args: Any, **kwargs: Any) -> Tensor:
             with self.step():
                 loss = inner(*args, **kwargs)
-            if hasattr(trainer, "_metrics"):
-                for name, value in self.report().items():
-                    trainer._metrics["train"][f"recovery/{name}"].append(value)
+            reports.append(self.report())
             return loss
 
-        trainer.training_step = training_step
+        def log(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+            told: dict[str, list[float]] = {}
+            for name, value in (item for report in reports for item in report.items()):
+                told.setdefault(f"recovery/{name}", []).append(value)
+            reports.clear()
+            inner_log(logs | {name: sum(values) / len(values) for name, values in told.items()}, *args, **kwargs)
+
+        trainer.training_step, trainer.log = training_step, log
         if self.lossy is not None:
             score: Callable[..., tuple[Tensor | None, ...]] = trainer._get_per_token_logps_and_entropies
 

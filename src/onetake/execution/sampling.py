@@ -160,12 +160,16 @@ def score(
         rollout.parts.append(rewards(outputs, [batch.prompt] * len(outputs)))
     tables = [rollout.table([part[name] for part in rollout.parts]) for name in rewards.weights]
     weights = list(rewards.weights.values())
-    if kl is not None and kl.as_reward:
+    if kl is not None:
         tables.append(trajectory_kl(rollout, kl))
         weights.append(-kl.beta)
     signals = world.table(torch.stack(tables))
     rollout.scores = dict(zip(rewards.weights, signals, strict=False))  # the KL, if it is there, comes last
     rollout.rewards = rewards.total(rollout.scores)
+    if kl is not None:
+        rollout.kl = signals[-1]
+        if not kl.as_reward:
+            signals, weights = signals[:-1], weights[:-1]
     rollout.advantages = advantages(signals, torch.tensor(weights, dtype=torch.float64))
 
 
@@ -177,9 +181,3 @@ def trajectory_kl(rollout: Rollout, kl: Kl) -> Tensor:
             for batch, events in zip(rollout.batches, rollout.transitions, strict=True)
         ]
     )
-
-
-def mean_kl(rollout: Rollout, kl: Kl, world: World = ALONE) -> float:
-    """Mean over all events, on all ranks, of the scaled KL to the reference."""
-    values = [kl.of(event, event)[event.rows] for events in rollout.transitions for event in events]
-    return float(world.rows(torch.cat(values).double()).mean())

@@ -6,7 +6,6 @@ import copy
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -268,8 +267,7 @@ class DiffusionPolicy:
         return outputs
 
     def prefix(self, batch: MicroBatch) -> Entry:
-        one = replace(batch, samples=batch.samples[:1], stochastic=batch.stochastic[:1])
-        episode = self._episode(one, lambda event: None, grad=False, stop=batch.first)
+        episode = self._episode(batch.alone(), lambda event: None, grad=False, stop=batch.first)
         self._play(self.pipe, episode)
         assert episode.reached is not None
         return Entry(index=batch.first, sample=episode.reached)

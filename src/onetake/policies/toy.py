@@ -5,8 +5,6 @@ It exists so that every claim can be checked in float64 against plain autograd, 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor, nn
 
@@ -65,8 +63,7 @@ class ToyPolicy:
         return self._steps(episode, len(self.sigmas) - 1)
 
     def prefix(self, batch: MicroBatch) -> Entry:
-        one = replace(batch, samples=batch.samples[:1], stochastic=batch.stochastic[:1])
-        episode = Episode(batch=one, kernel=self.kernel, observe=lambda event: None, grad=False)
+        episode = Episode(batch=batch.alone(), kernel=self.kernel, observe=lambda event: None, grad=False)
         return Entry(index=batch.first, sample=self._steps(episode, batch.first))
 
     def _steps(self, episode: Episode, stop: int) -> Tensor:

@@ -56,10 +56,6 @@ class Run:
         return {name: names.count(name) for name in dict.fromkeys(names)}
 
     @property
-    def has_success(self) -> bool:
-        return any("success_rate" in line for line in self.updates + self.evaluations)
-
-    @property
     def peak_rss_mib(self) -> float | None:
         return max((line["peak_rss_mib"] for line in self.updates if "peak_rss_mib" in line), default=None)
 

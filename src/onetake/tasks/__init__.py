@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -54,7 +56,7 @@ class ShapesTask(Config):
         )
         rewards = Rewards(
             functions={name: _SHAPES_REWARDS[name] for name in self.reward},
-            weights={name: weight for name, weight in self.reward.items()},
+            weights=dict(self.reward.items()),
         )
         full = sum(self.reward.values(), start=0.0)
         return Task(train=train, held_out=held_out, rewards=rewards, success_at=full, verdict=_shapes_verdict)
@@ -121,7 +123,13 @@ def _share(constraints: dict[str, bool], counted: Callable[[str], bool]) -> floa
 
 def _shapes_verdict(image: Tensor, prompt: str) -> Verdict:
     pixels = (image.float().clamp(0, 1) * 255).round().byte().permute(1, 2, 0).cpu().numpy()
-    return verify(pixels, prompt)
+    return _judged(pixels.tobytes(), pixels.shape, prompt)
+
+
+@lru_cache(maxsize=1024)
+def _judged(pixels: bytes, shape: tuple[int, ...], prompt: str) -> Verdict:
+    """Rewards that look at different constraints, and the evaluation's record, share one look at the picture."""
+    return verify(np.frombuffer(pixels, np.uint8).reshape(shape), prompt)
 
 
 def _lines(path: Path) -> list[str]:
