@@ -76,11 +76,11 @@ def reached(x: list[float], y: list[float], level: float) -> float | None:
 
 
 def draw(curves: dict[str, list[list[dict]]], path: Path) -> None:
-    panels = {"saved_forwards": "trained rows (thousands)", "forwards": "forwards (thousands)", "wall_s": "seconds"}
+    panels = {"saved_forwards": "trained rows (thousands)", "forwards": "forwards (thousands)", "cpu_s": "CPU seconds"}
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), sharey=True, constrained_layout=True)
     for axis, (key, label) in zip(axes, panels.items(), strict=True):
         for name, runs in curves.items():
-            scale = 1 if key == "wall_s" else 1000
+            scale = 1 if key == "cpu_s" else 1000
             x = [value / scale for value in mean_curve(runs, key)]
             axis.plot(x, mean_curve(runs, "success_rate"), marker="o", markersize=3, label=name)
         axis.set_xlabel(label)
@@ -116,7 +116,7 @@ def main() -> None:
         "gain, each seed",
         "trained rows",
         "forwards",
-        "seconds",
+        "CPU seconds",
     )
     print(f"| {' | '.join(columns)} | reaches the first row's end at |")
     print("|---" * 8 + "|")
@@ -126,7 +126,7 @@ def main() -> None:
         at = reached(rows, success, goal)
         print(
             f"| {name} | {runs[0][-1]['update']} | {success[0]:.3f} → {success[-1]:.3f} | {gains} | {rows[-1]:,.0f} | "
-            f"{mean_curve(runs, 'forwards')[-1]:,.0f} | {mean_curve(runs, 'wall_s')[-1]:.0f} | "
+            f"{mean_curve(runs, 'forwards')[-1]:,.0f} | {mean_curve(runs, 'cpu_s')[-1]:.0f} | "
             f"{'never, or from the start' if at is None else f'{at / whole:.2f} of its training cost'} |"
         )
     if args.figure:

@@ -22,6 +22,7 @@ def state(update: int, held_out: float | None = None) -> State:
     return State(
         update=update,
         wall_s=update + 0.1,
+        cpu_s=update + 0.2,
         calls=7 * update,
         forwards=48 * update,
         saved_forwards=5 * update,

@@ -31,6 +31,7 @@ class State:
 
     update: int
     wall_s: float
+    cpu_s: float
     calls: int
     forwards: int
     saved_forwards: int

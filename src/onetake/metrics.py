@@ -17,6 +17,7 @@ METRICS: dict[str, str] = {
     "kind": "`update` for one optimizer step, `evaluation` for one pass over held-out prompts",
     "update": "optimizer steps taken when the line was written; evaluation 0 is before training",
     "wall_s": "wall-clock seconds of training so far, evaluations and checkpoints included, over all resumed sessions",
+    "cpu_s": "and CPU seconds of the process (of rank 0), which other load on the machine does not stretch",
     "forwards": "rows of transformer forward calls spent on training so far (guidance doubles the rows; evaluation excluded)",
     "saved_forwards": "rows of second forward calls that native recomputation would have spent on top, so far",
     "score_mean": "mean reward over the trajectories (update) or images (evaluation)",
@@ -103,6 +104,16 @@ class Stopwatch:
 
     def columns(self) -> dict[str, float]:
         return {f"{name}_s": round(value, 6) for name, value in self.seconds.items()}
+
+
+class Elapsed:
+    """Seconds since it was made, on the wall and on the CPU, after those of earlier sessions."""
+
+    def __init__(self, wall_s: float = 0.0, cpu_s: float = 0.0) -> None:
+        self._wall, self._cpu = time.perf_counter() - wall_s, time.process_time() - cpu_s
+
+    def columns(self) -> dict[str, float]:
+        return {"wall_s": time.perf_counter() - self._wall, "cpu_s": time.process_time() - self._cpu}
 
 
 def peak_rss_mib() -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from onetake.evaluation import Evaluation, evaluate
 from onetake.execution import EXECUTIONS, Execution, Recompute
 from onetake.execution.preflight import Preflight, drifted, preflight, recheck
 from onetake.execution.sampling import deal, redeal, sample, score
-from onetake.metrics import Log, Stopwatch, peak_rss_mib
+from onetake.metrics import Elapsed, Log, Stopwatch, peak_rss_mib
 from onetake.optimizer import Optimizer
 from onetake.parallel import ALONE, World
 from onetake.policies import trainable
@@ -119,11 +118,7 @@ class Run:
         self.layout = recipe.rollout.over(self.world.size)
         self.earlier = Spent()  # in the sessions before this one
         self.spent = Spent()
-        self._began = time.perf_counter()
-
-    @property
-    def wall_s(self) -> float:
-        return time.perf_counter() - self._began
+        self.elapsed = Elapsed()
 
     def start(self) -> None:
         """Check the policy, then continue from the latest checkpoint or evaluate the untrained policy."""
@@ -132,7 +127,7 @@ class Run:
         self.policy.calls = self.policy.forwards = 0
         self.watch.preflight(check)
         found = self.world.told(lambda: self.checkpoints.latest(self.watch.say))
-        self._began = time.perf_counter()
+        self.elapsed = Elapsed()
         self.world.once(lambda: self.log.rewind(-1 if found is None else found.state.update))
         if found is None:
             self.world.once(self.evaluate)
@@ -150,7 +145,7 @@ class Run:
         self.earlier = self.spent = Spent(state.calls, state.forwards, state.saved_forwards)
         if self.execution.kl is not None:
             self.execution.kl = self.execution.kl.model_copy(update={"beta": state.kl_beta})
-        self._began -= state.wall_s
+        self.elapsed = Elapsed(state.wall_s, state.cpu_s)
 
     def micro_batches(self, rollout: int) -> list[MicroBatch]:
         recipe = self.recipe
@@ -247,7 +242,7 @@ class Run:
         columns = {
             "kind": "update",
             "update": self.update,
-            "wall_s": self.wall_s,
+            **self.elapsed.columns(),
             **self.spent.columns(),
             "execution": next(name for name, kind in EXECUTIONS.items() if isinstance(execution, kind)),
             **sampled,
@@ -269,8 +264,8 @@ class Run:
     def evaluate(self) -> Evaluation:
         with self.ema.applied() if self.ema is not None else nullcontext():
             result = evaluate(self.policy, self.task, self.recipe.evaluation, seed=self.recipe.seed)
-        columns = {"kind": "evaluation", "update": self.update, "wall_s": self.wall_s}
-        self.log.write(**columns, **self.spent.columns(), **result.summary)
+        columns = {"kind": "evaluation", "update": self.update, **self.elapsed.columns(), **self.spent.columns()}
+        self.log.write(**columns, **result.summary)
         evaluation.save(result, self.task, self.folder / "evaluations", self.update)
         self.watch.evaluation(self.update, result)
         return result
@@ -279,7 +274,7 @@ class Run:
         summary = held_out.summary if held_out is not None else {}
         state = State(
             update=self.update,
-            wall_s=self.wall_s,
+            **self.elapsed.columns(),
             calls=self.spent.calls,
             forwards=self.spent.forwards,
             saved_forwards=self.spent.saved_forwards,
