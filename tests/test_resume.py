@@ -24,7 +24,17 @@ from onetake.session import continued, opened
 from onetake.train import Watcher, train
 from tiny import tiny_recipe
 
-TIMES = ("wall_s", "cpu_s", "peak_rss_mib", "sampling_s", "decoding_s", "reward_s", "backward_s", "optimizer_s", "evaluation_s")
+TIMES = (
+    "wall_s",
+    "cpu_s",
+    "peak_rss_mib",
+    "sampling_s",
+    "decoding_s",
+    "reward_s",
+    "backward_s",
+    "optimizer_s",
+    "evaluation_s",
+)
 
 
 @pytest.fixture(scope="module")
