@@ -7,10 +7,6 @@ shapes and often confuses who stands where, which is what post-training is for. 
 
 import argparse
 import json
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +21,7 @@ from diffusers import (
 from shapes_measure import SAMPLING_SHIFT, T5_TOKENS, final_measurements, measure, reconstruction, to_float
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor, nn
+from training import Log, Phase, Settings, VaePhase, drop, sizes, t5_tokenizer, train_denoiser, train_vae
 from transformers import (
     CLIPTextConfig,
     CLIPTextModelWithProjection,
@@ -39,74 +36,14 @@ from onetake.tasks.shapes.render import render
 
 CLIP_TOKENS = 10  # the longest caption has 8 words; CLIP adds a start and an end token
 WIDTH = 128  # transformer width = T5 width = the two CLIP widths together
-
-
-@dataclass(frozen=True, kw_only=True)
-class Phase:
-    """One training of transformer and text encoders on pictures of its own; the optimizers start afresh.
-
-    `seed` draws the pictures, `seed` + 2 the batches; `decay` is the last share of the updates, in which the learning
-    rate falls to zero.
-    """
-
-    seed: int
-    pictures: int
-    shares: tuple[float, ...]  # of `FAMILIES` among the pictures
-    updates: int
-    muon_lr: float
-    adam_lr: float
-    warm_up: int
-    decay: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """Everything that decides the result. `seed` draws the weights, `seed` + 1 the batches of the VAE."""
-
-    seed: int = 0
-    vae_updates: int = 1_200
-    vae_batch: int = 32
-    vae_lr: float = 3e-3
-    kl_weight: float = 3e-4
-    batch: int = 64
-    ema: float = 0.998
-    caption_dropout: float = 0.1
-    phases: tuple[Phase, ...] = (
-        Phase(
-            seed=0,
-            pictures=32_000,
-            shares=(0.1, 0.4, 0.5),
-            updates=2_600,
-            muon_lr=2e-3,
-            adam_lr=1.5e-3,
-            warm_up=100,
-            decay=0.4,
-        ),
-        Phase(
-            seed=10,
-            pictures=8_000,
-            shares=(0.1, 0.2, 0.7),
-            updates=700,
-            muon_lr=1.4e-3,
-            adam_lr=1e-3,
-            warm_up=40,
-            decay=0.9,
-        ),
-    )
-
-
-class Log:
-    """Prints and keeps lines; the file is rewritten by every run."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.start = path, time.perf_counter()
-        path.write_text("")
-
-    def __call__(self, text: str) -> None:
-        line = f"[{time.perf_counter() - self.start:6.0f} s, {time.process_time():6.0f} CPU-s] {text}"
-        print(line, flush=True)
-        with self.path.open("a") as file:
-            file.write(line + "\n")
+SETTINGS = Settings(
+    vae=(VaePhase(updates=1_200, batch=32),),
+    phases=(
+        Phase(seed=0, samples=32_000, updates=2_600, muon_lr=2e-3, adam_lr=1.5e-3, warm_up=100, decay=0.4),
+        Phase(seed=10, samples=8_000, updates=700, muon_lr=1.4e-3, adam_lr=1e-3, warm_up=40, decay=0.9),
+    ),
+)
+SHARES = ((0.1, 0.4, 0.5), (0.1, 0.2, 0.7))  # of `FAMILIES` among the pictures of each phase
 
 
 def build_tokenizers() -> tuple[CLIPTokenizer, T5TokenizerFast]:
@@ -122,9 +59,7 @@ def build_tokenizers() -> tuple[CLIPTokenizer, T5TokenizerFast]:
     model = json.loads(bpe.to_str())["model"]
     merges = [tuple(merge) for merge in model["merges"]]
     clip = CLIPTokenizer(vocab=model["vocab"], merges=merges, model_max_length=CLIP_TOKENS)
-    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((f"▁{word}", -1.0) for word in words)]
-    t5 = T5TokenizerFast(vocab=pieces, extra_ids=0, model_max_length=T5_TOKENS)
-    return clip, t5
+    return clip, t5_tokenizer(words, T5_TOKENS)
 
 
 def build_text_encoders(clip: CLIPTokenizer, t5: T5TokenizerFast) -> dict[str, nn.Module]:
@@ -192,43 +127,14 @@ def build_pipeline() -> StableDiffusion3Pipeline:
     return pipe
 
 
-def draw_pictures(phase: Phase) -> tuple[Tensor, list[str]]:
+def draw_pictures(phase: Phase, shares: tuple[float, ...]) -> tuple[Tensor, list[str]]:
     """Training pictures, float32 (N, 3, 32, 32) in [-1, 1], and their captions; held-out captions never appear."""
     rng = np.random.default_rng(phase.seed)
-    families = rng.choice(len(FAMILIES), phase.pictures, p=phase.shares)
+    families = rng.choice(len(FAMILIES), phase.samples, p=shares)
     pools = [prompts(family, "train") for family in FAMILIES]
     texts = [pools[family][rng.integers(len(pools[family]))] for family in families]
     pixels = np.stack([render(parse(text), rng) for text in texts])
     return to_float(pixels), texts
-
-
-def batches(n: int, size: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Index batches, epoch after epoch, without end."""
-    while True:
-        yield from torch.randperm(n, generator=generator).split(size)[: n // size]
-
-
-def warm_up_and_decay(update: int, updates: int, warm_up: int, decay: float = 0.4) -> float:
-    """Learning rate factor: linear up, flat, and linear down to zero over the last share `decay`."""
-    return min(1.0, (update + 1) / warm_up, (updates - update) / (decay * updates))
-
-
-def train_vae(vae: AutoencoderKL, pictures: Tensor, recipe: Recipe, log: Log) -> None:
-    generator = torch.Generator().manual_seed(recipe.seed + 1)
-    optimizer = torch.optim.AdamW(vae.parameters(), lr=recipe.vae_lr, weight_decay=0.0)
-    picks = batches(len(pictures), recipe.vae_batch, generator)
-    for update in range(recipe.vae_updates):
-        optimizer.param_groups[0]["lr"] = recipe.vae_lr * warm_up_and_decay(update, recipe.vae_updates, 50)
-        x = pictures[next(picks)].contiguous(memory_format=torch.channels_last)
-        posterior = vae.encode(x).latent_dist
-        y = vae.decode(posterior.sample(generator=generator)).sample
-        error, kl = F.l1_loss(y, x), posterior.kl().mean() / posterior.mean[0].numel()
-        optimizer.zero_grad()
-        (error + recipe.kl_weight * kl).backward()
-        nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
-        optimizer.step()
-        if update % 200 == 0 or update == recipe.vae_updates - 1:
-            log(f"vae update {update:5d}  L1 {error.item():.4f}  KL per latent {kl.item():.3f}")
 
 
 @torch.no_grad()
@@ -240,31 +146,6 @@ def normalise(vae: AutoencoderKL, pictures: Tensor) -> None:
     """Set the VAE's shift and scaling factor, which give latents mean 0 and standard deviation 1."""
     raw = raw_latents(vae, pictures)
     vae.register_to_config(shift_factor=raw.mean().item(), scaling_factor=1 / raw.std().item())
-
-
-class Ema:
-    """An exponential moving average of parameters; `applied` swaps it in for the time of a block."""
-
-    def __init__(self, params: list[nn.Parameter], decay: float) -> None:
-        self.params, self.decay = params, decay
-        self.means = [param.detach().clone() for param in params]
-
-    @torch.no_grad()
-    def update(self, count: int) -> None:
-        decay = min(self.decay, (1 + count) / (10 + count))
-        torch._foreach_lerp_(self.means, self.params, 1 - decay)
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        self.swap()
-        try:
-            yield
-        finally:
-            self.swap()
-
-    def swap(self) -> None:
-        for param, mean in zip(self.params, self.means, strict=True):
-            param.data, mean.data = mean.data, param.data
 
 
 def encode(pipe: StableDiffusion3Pipeline, texts: list[str]) -> tuple[Tensor, Tensor]:
@@ -280,8 +161,7 @@ def flow_loss(
 ) -> Tensor:
     """Flow matching: x = (1 − σ) x₀ + σ ε, v = ε − x₀, logit-normal σ (Esser et al. 2024)."""
     n = len(texts)
-    dropped = torch.rand(n, generator=generator) < dropout
-    embeds, pooled = encode(pipe, ["" if drop else text for drop, text in zip(dropped.tolist(), texts, strict=True)])
+    embeds, pooled = encode(pipe, drop(texts, dropout, generator))
     noise = torch.randn(latents.shape, generator=generator)
     sigma = torch.randn(n, generator=generator).sigmoid()[:, None, None, None]
     x = (1 - sigma) * latents + sigma * noise
@@ -289,56 +169,24 @@ def flow_loss(
     return F.mse_loss(v, noise - latents)
 
 
-def train_denoiser(
-    pipe: StableDiffusion3Pipeline,
-    latents: Tensor,
-    texts: list[str],
-    recipe: Recipe,
-    phase: Phase,
-    log: Log,
-    every: int,
-) -> None:
-    """Transformer and text encoders together; their moving average is left in the pipeline."""
-    generator = torch.Generator().manual_seed(phase.seed + 2)
-    named = pipe.transformer.transformer_blocks.named_parameters()
-    matrices = [p for name, p in named if p.ndim == 2 and ".norm1" not in name]  # modulation: wide, slow in Muon
-    modules = (pipe.transformer, pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3)
-    params = [p for module in modules for p in module.parameters()]
-    chosen = {id(p) for p in matrices}
-    others = [p for p in params if id(p) not in chosen]
-    muon = torch.optim.Muon(matrices, phase.muon_lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
-    adam = torch.optim.AdamW(others, lr=phase.adam_lr, betas=(0.9, 0.98), weight_decay=0.0)
-    ema = Ema(params, recipe.ema)
-    picks, mean = batches(len(texts), recipe.batch, generator), 0.0
-    for update in range(phase.updates):
-        factor = warm_up_and_decay(update, phase.updates, phase.warm_up, phase.decay)
-        muon.param_groups[0]["lr"], adam.param_groups[0]["lr"] = factor * phase.muon_lr, factor * phase.adam_lr
-        pick = next(picks)
-        loss = flow_loss(pipe, latents[pick], [texts[i] for i in pick.tolist()], recipe.caption_dropout, generator)
-        for p in params:
-            p.grad = None
-        loss.backward()
-        nn.utils.clip_grad_norm_(params, 1.0)
-        muon.step()
-        adam.step()
-        ema.update(update)
-        mean += loss.item() / 100
-        if update % 100 == 99:
-            log(f"update {update + 1:5d}  mean loss {mean:.4f}  learning rate × {factor:.2f}")
-            mean = 0.0
-        if update % every == every - 1 and update + 1 < phase.updates:
-            with ema.applied():
-                log(f"update {update + 1:5d}  " + measure(pipe, "relation", 148, steps=12, seed=update))
-    ema.swap()
-
-
-def sizes(pipe: StableDiffusion3Pipeline) -> str:
-    counts = {name: sum(p.numel() for p in module.parameters()) for name, module in networks(pipe).items()}
-    return ", ".join(f"{name} {count:,}" for name, count in counts.items()) + f"; {sum(counts.values()):,} in all"
-
-
-def networks(pipe: StableDiffusion3Pipeline) -> dict[str, nn.Module]:
-    return {name: module for name, module in pipe.components.items() if isinstance(module, nn.Module)}
+def train_phase(pipe: StableDiffusion3Pipeline, phase: Phase, shares: tuple[float, ...], log: Log, every: int) -> None:
+    pictures, texts = draw_pictures(phase, shares)
+    log(f"{phase}, shares {shares}, {len(set(texts))} captions")
+    latents = (raw_latents(pipe.vae, pictures) - pipe.vae.config.shift_factor) * pipe.vae.config.scaling_factor
+    train_denoiser(
+        pipe,
+        pipe.transformer.transformer_blocks,
+        ".norm1",
+        len(texts),
+        lambda pick, generator: flow_loss(
+            pipe, latents[pick], [texts[i] for i in pick.tolist()], SETTINGS.caption_dropout, generator
+        ),
+        phase,
+        SETTINGS,
+        log,
+        lambda update: measure(pipe, "relation", 148, steps=12, seed=update),
+        every,
+    )
 
 
 def main() -> None:
@@ -349,27 +197,33 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=400, help="updates between two measurements")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    recipe, log = Recipe(), Log(arguments.log)
-    log(f"{recipe}")
+    log = Log(arguments.log)
+    log(f"{SETTINGS}, {SHARES}")
     log(f"torch {torch.__version__}, threads {arguments.threads}")
 
-    torch.manual_seed(recipe.seed)
+    torch.manual_seed(SETTINGS.seed)
     pipe = build_pipeline()
     log("parameters: " + sizes(pipe))
-    pictures, _ = draw_pictures(recipe.phases[0])
+    pictures, _ = draw_pictures(SETTINGS.phases[0], SHARES[0])
     pipe.vae.to(memory_format=torch.channels_last).train()
-    train_vae(pipe.vae, pictures, recipe, log)
+    train_vae(
+        pipe.vae,
+        SETTINGS.vae[0],
+        SETTINGS.seed + 1,
+        len(pictures),
+        lambda pick: pictures[pick].contiguous(memory_format=torch.channels_last),
+        lambda latents: pipe.vae.decode(latents).sample,
+        F.l1_loss,
+        log,
+    )
     pipe.vae.eval()
     pipe.vae.to(memory_format=torch.contiguous_format)
     log(reconstruction(pipe.vae, 500, seed=99))
     normalise(pipe.vae, pictures)
     scaling, shift = pipe.vae.config.scaling_factor, pipe.vae.config.shift_factor
     log(f"latents: shift {shift:.4f}, scale {scaling:.4f}")
-    for phase in recipe.phases:
-        pictures, texts = draw_pictures(phase)
-        log(f"{phase}, {len(set(texts))} captions")
-        latents = (raw_latents(pipe.vae, pictures) - shift) * scaling
-        train_denoiser(pipe, latents, texts, recipe, phase, log, arguments.every)
+    for phase, shares in zip(SETTINGS.phases, SHARES, strict=True):
+        train_phase(pipe, phase, shares, log, arguments.every)
     pipe.save_pretrained(arguments.out)
     size = sum(file.stat().st_size for file in arguments.out.rglob("*") if file.is_file())
     log(f"saved, {size / 1e6:.2f} MB")

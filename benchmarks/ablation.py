@@ -1,8 +1,9 @@
-"""What do Flash-GRPO's three mechanisms buy? The built-in task under five ways to choose and weigh the trained events.
+"""What do Flash-GRPO's three mechanisms buy? A built-in task under five ways to choose and weigh the trained events.
 
-    python benchmarks/ablation.py [--seeds 3] [--updates 60] [--jobs 2] [--out runs/ablation] [--figure docs/ablation.png]
+    python benchmarks/ablation.py --set rollout.group_size=12 --set rollout.micro_batch=12 --figure docs/ablation.png
+    python benchmarks/ablation.py --recipe motion --variants "all steps" "+ rectification" --out runs/motion
 
-Every run is `onetake train shapes` in a process of its own with one thread, differing in selection and event weights only.
+Every run is `onetake train` of the recipe in a process of its own with one thread, differing in selection and event weights only.
 All variants get the compute of `--updates` updates of `all steps`, counted in forwards of one row with a backward of a LoRA
 update as one more (steps + trained events). Training cost is what is on top of plain sampling: trained rows, forward and
 backward. Prints held-out strict success at the end, and at what part of its training cost a variant reaches what `all steps`
@@ -35,30 +36,29 @@ VARIANTS = {  # name → selection, event weights, trained events of a trajector
 POINTS = 6  # evaluations of a run besides the first
 
 
-def run(name: str, seed: int, updates: int, out: Path) -> list[dict]:
+def run(name: str, seed: int, args: argparse.Namespace) -> list[dict]:
     """The evaluations of one run."""
     selection, weights, events = VARIANTS[name]
-    every = round(updates * (2 * STEPS - 1) / (STEPS + events) / POINTS)
+    every = round(args.updates * (2 * STEPS - 1) / (STEPS + events) / POINTS)
     settings = {
         "selection": selection,
         "objective.event_weights": weights,
         "seed": seed,
-        "rollout.group_size": 12,
-        "rollout.micro_batch": 12,
         "updates": every * POINTS,
         "evaluation.every": every,
         "checkpoint.every": every,
     }
-    folder = out / f"{name.replace(', ', '-').replace(' ', '-').strip('+-')}-{seed}"
+    folder = args.out / f"{name.replace(', ', '-').replace(' ', '-').strip('+-')}-{seed}"
     command = [
         sys.executable,
         "-m",
         "onetake",
         "train",
-        *(["--resume", str(folder)] if folder.exists() else ["shapes"]),
+        *(["--resume", str(folder)] if folder.exists() else [args.recipe]),
     ]
-    for key, value in ({} if folder.exists() else settings | {"out": folder}).items():
-        command += ["--set", f"{key}={value}"]
+    if not folder.exists():
+        changes = [*args.set, *(f"{key}={value}" for key, value in settings.items()), f"out={folder}"]
+        command += [f"--set={change}" for change in changes]
     subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
     return [line for line in Log(folder / "metrics.jsonl").read() if line["kind"] == "evaluation"]
 
@@ -92,18 +92,23 @@ def draw(curves: dict[str, list[list[dict]]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", default="shapes", help="a built-in task's, with 8 steps")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of every run")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--updates", type=int, default=60, help="of all steps; the others get as much compute")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("runs/ablation"))
     parser.add_argument("--figure", type=Path)
     args = parser.parse_args()
+    if "all steps" not in args.variants:
+        parser.error("--variants needs 'all steps', which the others are compared with")
 
     args.out.mkdir(parents=True, exist_ok=True)
-    todo = list(itertools.product(VARIANTS, range(args.seeds)))
+    todo = list(itertools.product(args.variants, range(args.seeds)))
     with ThreadPoolExecutor(args.jobs) as pool:
-        done = list(pool.map(lambda job: run(*job, args.updates, args.out), todo))
-    curves: dict[str, list[list[dict]]] = {name: [] for name in VARIANTS}
+        done = list(pool.map(lambda job: run(*job, args), todo))
+    curves: dict[str, list[list[dict]]] = {name: [] for name in args.variants}
     for (name, _), lines in zip(todo, done, strict=True):
         curves[name].append(lines)
 

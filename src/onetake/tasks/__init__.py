@@ -15,10 +15,14 @@ from torch import Tensor
 
 from onetake.records import NAMED, Config
 from onetake.rewards import Rewards, load_rewards
+from onetake.tasks import motion, shapes
+from onetake.tasks.motion.captions import prompts as motion_prompts
+from onetake.tasks.motion.verify import verify as verify_clip
 from onetake.tasks.shapes import captions
-from onetake.tasks.shapes.verify import Verdict, verify
+from onetake.tasks.shapes.verify import Verdict
+from onetake.tasks.shapes.verify import verify as verify_picture
 
-BASES = {"shapes": Path(__file__).parent / "shapes" / "base"}
+BASES = {name: Path(str(task.__file__)).parent / "base" for name, task in (("shapes", shapes), ("motion", motion))}
 """Built-in base models, by the name that ``policy.pipeline`` takes."""
 
 
@@ -62,6 +66,27 @@ class ShapesTask(Config):
         return Task(train=train, held_out=held_out, rewards=rewards, success_at=full, verdict=_shapes_verdict)
 
 
+class MotionTask(Config):
+    """The built-in video task: one shape that moves, and an exact verifier by tracking (see `tasks.motion`).
+
+    Its reward is the share of a caption's constraints that a clip meets.
+    """
+
+    kind: Literal["motion"] = "motion"
+
+    def problems(self) -> list[str]:
+        return []
+
+    def load(self) -> Task:
+        return Task(
+            train=motion_prompts("train"),
+            held_out=motion_prompts("held_out"),
+            rewards=Rewards(functions={"constraints": motion_reward}, weights={"constraints": 1.0}),
+            success_at=1.0,
+            verdict=_motion_verdict,
+        )
+
+
 class PromptsTask(Config):
     """Prompts from text files, one a line, and a reward by name, or several by name and weight (see `rewards`)."""
 
@@ -93,7 +118,7 @@ class PromptsTask(Config):
         )
 
 
-TaskConfig = Annotated[ShapesTask | PromptsTask, Field(discriminator="kind"), NAMED]
+TaskConfig = Annotated[ShapesTask | MotionTask | PromptsTask, Field(discriminator="kind"), NAMED]
 
 
 def shapes_reward(images: Tensor, prompts: list[str]) -> Tensor:
@@ -121,13 +146,29 @@ def _share(constraints: dict[str, bool], counted: Callable[[str], bool]) -> floa
     return sum(met) / len(met)
 
 
+def motion_reward(clips: Tensor, prompts: list[str]) -> Tensor:
+    """(B,) share of the caption's constraints that each clip (B, frames, 3, H, W) in [0, 1] meets; 1 is all of them."""
+    return torch.tensor([_motion_verdict(clip, prompt).score for clip, prompt in zip(clips, prompts, strict=True)])
+
+
 def _shapes_verdict(image: Tensor, prompt: str) -> Verdict:
-    pixels = (image.float().clamp(0, 1) * 255).round().byte().permute(1, 2, 0).cpu().numpy()
-    return _judged(pixels.tobytes(), pixels.shape, prompt)
+    return _judged(verify_picture, *_pixels(image), prompt)
+
+
+def _motion_verdict(clip: Tensor, prompt: str) -> Verdict:
+    return _judged(verify_clip, *_pixels(clip), prompt)
+
+
+def _pixels(image: Tensor) -> tuple[bytes, tuple[int, ...]]:
+    """The bytes of uint8 ([frames,] H, W, 3), and that shape."""
+    pixels = (image.float().clamp(0, 1) * 255).round().byte().movedim(-3, -1).cpu().numpy()
+    return pixels.tobytes(), pixels.shape
 
 
 @lru_cache(maxsize=1024)
-def _judged(pixels: bytes, shape: tuple[int, ...], prompt: str) -> Verdict:
+def _judged(
+    verify: Callable[[np.ndarray, str], Verdict], pixels: bytes, shape: tuple[int, ...], prompt: str
+) -> Verdict:
     """Rewards that look at different constraints, and the evaluation's record, share one look at the picture."""
     return verify(np.frombuffer(pixels, np.uint8).reshape(shape), prompt)
 

@@ -147,8 +147,6 @@ def scenes(family: str) -> list[Scene]:
 def prompts(family: str, split: str) -> list[str]:
     """The captions of one family in one split, in a fixed order.
 
-    The split ranks captions by a seeded hash: `HELD_OUT_SHARE` of each family is held out, from base training too.
-
     Args:
         family: "single", "count" or "relation".
         split: "train" or "held_out".
@@ -156,9 +154,16 @@ def prompts(family: str, split: str) -> list[str]:
     Raises:
         ValueError: unknown family or split.
     """
+    return in_split([caption(scene) for scene in scenes(family)], split)
+
+
+def in_split(texts: list[str], split: str) -> list[str]:
+    """Those of `texts` in "train" or "held_out", in their order. Raises ValueError if `split` is neither.
+
+    The split ranks captions by a seeded hash: `HELD_OUT_SHARE` of them is held out, from base training too.
+    """
     if split not in ("train", "held_out"):
         raise ValueError(f'"{split}" is not a split; choose "train" or "held_out"')
-    texts = [caption(scene) for scene in scenes(family)]
     ranked = sorted(texts, key=lambda text: hashlib.sha256(f"{SPLIT_SEED} {text}".encode()).digest())
     held_out = set(ranked[: round(HELD_OUT_SHARE * len(ranked))])
     return [text for text in texts if (text in held_out) == (split == "held_out")]

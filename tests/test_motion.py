@@ -1,0 +1,135 @@
+"""The built-in video task: captions invert, the tracker is strict, the shipped base is a stock pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import WanPipeline
+
+from onetake import config
+from onetake.tasks import BASES, MotionTask
+from onetake.tasks.motion.captions import DIRECTIONS, PACES, Motion, caption, motions, parse, prompts
+from onetake.tasks.motion.render import FRAMES, SIZE, render
+from onetake.tasks.motion.verify import verify
+from onetake.tasks.shapes.render import GROUND
+
+OPPOSITE = {"left": "right", "right": "left", "up": "down", "down": "up"}
+
+
+def clips(seed: int, pace: str | None = None) -> list[tuple[np.ndarray, Motion]]:
+    rng = np.random.default_rng(seed)
+    return [(render(motion, rng), motion) for motion in motions() if pace in (None, motion.pace)]
+
+
+def failed(clip: np.ndarray, motion: Motion) -> set[str]:
+    return {name for name, held in verify(clip, caption(motion)).constraints.items() if not held}
+
+
+def test_caption_and_parse_are_inverse() -> None:
+    assert [parse(caption(motion)) for motion in motions()] == motions()
+    assert len({caption(motion) for motion in motions()}) == 4 * 3 * 4 * 4
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "COLOUR SHAPE moving"),
+        ("a red circle left of a green circle", "COLOUR SHAPE moving"),
+        ("a purple circle moving left", "not a colour"),
+        ("a red hexagon moving left", "not a shape"),
+        ("a red circle moving sideways", "not a direction"),
+        ("a red circle moving left and back", "not a pace"),
+    ],
+)
+def test_parse_says_what_is_wrong(text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        parse(text)
+
+
+def test_splits_are_disjoint_and_complete() -> None:
+    train, held_out = prompts("train"), prompts("held_out")
+    assert not set(train) & set(held_out)
+    assert sorted(train + held_out) == sorted(caption(motion) for motion in motions())
+    assert {parse(text).pace for text in held_out} == set(PACES)
+    assert {parse(text).direction for text in held_out} == set(DIRECTIONS)
+
+
+def test_rendered_clips_pass() -> None:
+    for clip, motion in clips(0) + clips(1):
+        assert verify(clip, caption(motion)).success, (motion, failed(clip, motion))
+
+
+def test_backwards_is_another_direction() -> None:
+    for clip, motion in clips(2):
+        assert f"moving {motion.direction}" in failed(clip[::-1], motion)
+        if motion.pace != "then stopping":
+            assert not failed(clip[::-1], replace(motion, direction=OPPOSITE[motion.direction]))
+
+
+def test_other_identities_and_directions_fail() -> None:
+    for clip, motion in clips(3):
+        for other in motions():
+            if (motion.colour, motion.shape, motion.direction) != (other.colour, other.shape, other.direction):
+                assert not verify(clip, caption(other)).success
+
+
+@pytest.mark.parametrize(
+    ("pace", "told"),
+    [("slowly", "quickly"), ("quickly", "slowly"), ("quickly", "then stopping"), ("then stopping", "")],
+)
+def test_another_pace_fails(pace: str, told: str) -> None:
+    for clip, motion in clips(4, pace):
+        assert failed(clip, replace(motion, pace=told)) & {told or "going on", "smoothly"}
+
+
+def test_standing_still_is_not_moving() -> None:
+    for clip, motion in clips(5):
+        assert {f"moving {motion.direction}"} <= failed(np.repeat(clip[:1], FRAMES, 0), motion)
+
+
+def test_a_jump_is_not_smooth() -> None:
+    for clip, motion in clips(6, "quickly"):
+        swapped = clip[[0, 1, 6, 3, 4, 5, 2, 7, 8]]
+        assert failed(swapped, motion) == {"smoothly"}
+
+
+def test_one_bad_frame_is_noticed() -> None:
+    for clip, motion in clips(7, "slowly"):
+        empty, ghost = clip.copy(), clip.copy()
+        empty[4] = GROUND
+        ghost[4, :4, :4] = (90, 90, 90)
+        assert {motion.colour, f"{motion.colour} {motion.shape}"} <= failed(empty, motion)
+        assert "nothing else" in failed(ghost, motion)
+
+
+def test_another_number_of_frames_is_refused() -> None:
+    clip, motion = clips(8)[0]
+    with pytest.raises(ValueError, match=r"takes \(9, H, W, 3\) clips"):
+        verify(clip[:5], caption(motion))
+
+
+def test_reward_is_the_share_of_constraints() -> None:
+    clip, motion = clips(9, "slowly")[0]
+    video = torch.from_numpy(np.stack([clip, clip[::-1].copy()])).movedim(-1, -3) / 255
+    assert MotionTask().load().rewards(video, [caption(motion)] * 2)["constraints"].tolist() == [
+        1.0,
+        pytest.approx(4 / 6),
+    ]
+
+
+def test_the_base_is_a_stock_pipeline_of_a_few_megabytes() -> None:
+    assert sum(file.stat().st_size for file in Path(BASES["motion"]).rglob("*") if file.is_file()) <= 12e6
+    pipe = WanPipeline.from_pretrained(BASES["motion"])
+    call = config.load(config.recipe_text("motion")).policy.call
+    frames = pipe(prompts("held_out")[0], num_inference_steps=2, guidance_scale=1.0, output_type="np", **call).frames
+    assert frames.shape == (1, FRAMES, SIZE, SIZE, 3)
+    texts = [caption(motion) for _, motion in clips(10)[::8]]
+    video = torch.from_numpy(np.stack([clip for clip, _ in clips(10)[::8]])).permute(0, 4, 1, 2, 3) / 127.5 - 1
+    with torch.no_grad():
+        decoded = pipe.vae.decode(pipe.vae.encode(video).latent_dist.mode()).sample.clamp(-1, 1)
+    pixels = (decoded + 1).mul(127.5).round().byte().permute(0, 2, 3, 4, 1).numpy()
+    assert np.mean([verify(clip, text).success for clip, text in zip(pixels, texts, strict=True)]) >= 0.9
