@@ -25,7 +25,7 @@ TOKENS = 8  # the longest caption has seven words; T5 adds an end token
 TEXT_WIDTH, CHANNELS = 64, 8
 SHIFT = 3.0
 SETTINGS = Settings(
-    vae=(VaePhase(updates=600, batch=32, kl_weight=1e-4), VaePhase(updates=700, batch=8, lr=2e-3, kl_weight=1e-4)),
+    vae=(VaePhase(updates=800, batch=16, kl_weight=1e-4), VaePhase(updates=1_800, batch=4, kl_weight=1e-4)),
     phases=(Phase(seed=0, samples=12_000, updates=2_200, muon_lr=2e-3, adam_lr=1.5e-3, warm_up=100, decay=0.4),),
 )
 
@@ -200,9 +200,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the pipeline")
     parser.add_argument("--log", type=Path, default=Path(__file__).with_suffix(".log"))
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--measure", action="store_true", help="do not train: measure the pipeline in --out again")
     parser.add_argument("--every", type=int, default=400, help="updates between two measurements")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    if arguments.measure:
+        pipe = WanPipeline.from_pretrained(arguments.out)
+        pipe.set_progress_bar_config(disable=True)
+        final_measurements(pipe, print)
+        return
     log, phase = Log(arguments.log), SETTINGS.phases[0]
     log(f"{SETTINGS}")
     log(f"torch {torch.__version__}, threads {arguments.threads}")
@@ -213,6 +219,7 @@ def main() -> None:
     clips, texts = draw_clips(phase)
     train_autoencoder(pipe.vae.train(), clips, log)
     pipe.vae.eval()
+    pipe.vae.save_pretrained(arguments.out / "vae")
     log(reconstruction(pipe.vae, 200, seed=99))
     latents = normalised(pipe.vae, raw_latents(pipe.vae, clips))
     log(f"latents: means {pipe.vae.config.latents_mean}, standard deviations {pipe.vae.config.latents_std}")

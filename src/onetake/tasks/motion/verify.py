@@ -7,6 +7,7 @@ from onetake.tasks.motion.render import TRAVEL, progress
 from onetake.tasks.shapes.verify import Found, Verdict, analyse
 
 SLACK = 0.75  # px of travel allowed beyond what the renderer draws
+MIN_FORMED = 0.5  # share of the frames in which the shape must be well formed; in the others it may be malformed
 MAX_DRIFT = 0.3  # distance across the direction, as a share of the travel
 MAX_ERROR = 0.6  # px, root mean square distance of the track from the path that the caption describes
 MAX_JUMP = 2.5  # px between two frames
@@ -15,7 +16,8 @@ MAX_JUMP = 2.5  # px between two frames
 def verify(clip: np.ndarray, text: str) -> Verdict:
     """Judge a clip by its caption.
 
-    The constraints are: the object's colour, and its shape in that colour, in every frame; nothing else in any frame; the
+    The constraints are: the object's colour in every frame; its shape in that colour in at
+    least half of them and another in none; nothing else in any frame; the
     direction of the whole way; its length, which is the speed; and a track close to the even path (that ends halfway for
     "then stopping"), without jumps.
 
@@ -36,10 +38,10 @@ def verify(clip: np.ndarray, text: str) -> Verdict:
 def _constraints(frames: list[list[Found]], motion: Motion) -> dict[str, bool]:
     coloured = [[item for item in found if item.colour == motion.colour] for found in frames]
     alone = all(len(items) == 1 for items in coloured)
-    kind = f"{motion.colour} {motion.shape}"
+    shapes = [item.shape for items in coloured for item in items if item.shape is not None]
     met = {
         motion.colour: all(coloured),
-        kind: all(any(item.shape == motion.shape for item in items) for items in coloured),
+        f"{motion.colour} {motion.shape}": set(shapes) == {motion.shape} and len(shapes) >= MIN_FORMED * len(frames),
         "nothing else": all(len(found) <= 1 for found in frames),
         f"moving {motion.direction}": False,
         motion.pace or "going on": False,
