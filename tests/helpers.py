@@ -11,10 +11,10 @@ from onetake.execution.sampling import RolloutConfig, deal, sample
 from onetake.noise import generator
 from onetake.objectives import Grpo
 from onetake.policies import Policy, trainable
-from onetake.records import Address, Rollout
+from onetake.records import Address, Prompt, Rollout
 from onetake.selection import All
 
-PROMPTS = ["first", "second", "third"]
+PROMPTS = [Prompt(text) for text in ("first", "second", "third")]
 
 
 def fake_rewards(rollout: Rollout, groups: int, group_size: int) -> None:

@@ -29,7 +29,7 @@ from onetake.policies.adapters import Lora
 from onetake.policies.diffusion import DiffusionPolicy
 from onetake.policies.families import FAMILIES, REFUSED, refuse
 from onetake.policies.scheduler import RolloutScheduler
-from onetake.records import Address, MicroBatch
+from onetake.records import Address, MicroBatch, Prompt
 from onetake.selection import All
 from onetake.transitions import Flow
 from tiny import tiny_sd3
@@ -44,7 +44,7 @@ def policy_on(pipe, **call) -> DiffusionPolicy:
 
 def batches_of(policy: DiffusionPolicy) -> list[MicroBatch]:
     size = RolloutConfig(groups=1, group_size=2, micro_batch=2)
-    return deal(size, ["first"], policy, All(), Grpo(), Address(seed=0, stream="train", update=0))
+    return deal(size, [Prompt("first")], policy, All(), Grpo(), Address(seed=0, stream="train", update=0))
 
 
 @pytest.mark.parametrize(

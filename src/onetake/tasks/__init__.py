@@ -13,8 +13,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from onetake.records import NAMED, Config
+from onetake.records import NAMED, Config, Prompt
 from onetake.rewards import Rewards, load_rewards
+from onetake.tasks.prompts import read
 from onetake.tasks.shapes import captions
 from onetake.tasks.shapes.verify import Verdict, verify
 
@@ -26,8 +27,8 @@ BASES = {"shapes": Path(__file__).parent / "shapes" / "base"}
 class Task:
     """`verdict`, where a task has one, says for a score which of the prompt's constraints an image meets."""
 
-    train: list[str]
-    held_out: list[str]
+    train: list[Prompt]
+    held_out: list[Prompt]
     rewards: Rewards
     success_at: float | None = None
     verdict: Callable[[Tensor, str], Verdict] | None = None
@@ -52,7 +53,8 @@ class ShapesTask(Config):
     def load(self) -> Task:
         families = captions.FAMILIES if self.family == "mixed" else (self.family,)
         train, held_out = (
-            [text for family in families for text in captions.prompts(family, split)] for split in ("train", "held_out")
+            [Prompt(text) for family in families for text in captions.prompts(family, split)]
+            for split in ("train", "held_out")
         )
         rewards = Rewards(
             functions={name: _SHAPES_REWARDS[name] for name in self.reward},
@@ -63,7 +65,10 @@ class ShapesTask(Config):
 
 
 class PromptsTask(Config):
-    """Prompts from text files, one a line, and a reward by name, or several by name and weight (see `rewards`)."""
+    """Prompts from files and a reward by name, or several by name and weight (see `rewards`).
+
+    A ``.jsonl`` file holds an object a line (see `prompts.Line`), any other file a prompt's text a line.
+    """
 
     kind: Literal["prompts"] = "prompts"
     train: Path
@@ -76,8 +81,11 @@ class PromptsTask(Config):
         for name, path in (("train", self.train), ("held_out", self.held_out)):
             if not path.is_file():
                 found.append(f"task.{name}: there is no file {path}")
-            elif not _lines(path):
+                continue
+            prompts, wrong = read(path)
+            if not (prompts or wrong):
                 found.append(f"task.{name}: {path} holds no prompt (one a line)")
+            found += [f"task.{name}: {problem}" for problem in wrong]
         try:
             load_rewards(self.reward)
         except ValueError as error:
@@ -86,8 +94,8 @@ class PromptsTask(Config):
 
     def load(self) -> Task:
         return Task(
-            train=_lines(self.train),
-            held_out=_lines(self.held_out),
+            train=read(self.train)[0],
+            held_out=read(self.held_out)[0],
             rewards=load_rewards(self.reward),
             success_at=self.success_at,
         )
@@ -130,7 +138,3 @@ def _shapes_verdict(image: Tensor, prompt: str) -> Verdict:
 def _judged(pixels: bytes, shape: tuple[int, ...], prompt: str) -> Verdict:
     """Rewards that look at different constraints, and the evaluation's record, share one look at the picture."""
     return verify(np.frombuffer(pixels, np.uint8).reshape(shape), prompt)
-
-
-def _lines(path: Path) -> list[str]:
-    return [line.strip() for line in path.read_text().splitlines() if line.strip()]
