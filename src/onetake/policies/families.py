@@ -94,6 +94,18 @@ _NO_LATENTS = ("fast_forward",)  # the call takes latents in another layout than
 _LAST_TEXT = (
     r"transformer_blocks\.{last}\.(attn\.(to_add_out|add_q_proj|norm_added_q)|txt_mlp|ff_context|norm2_context)\..*"
 )
+_QWEN = Family(
+    embeds=("prompt_embeds", "prompt_embeds_mask"),
+    negative_apart=True,
+    guidance="true_cfg_scale",
+    negative="true_cfg_scale",
+    unused=_LAST_TEXT,
+)
+_HUNYUAN = Family(
+    embeds=("prompt_embeds", "pooled_prompt_embeds", "prompt_attention_mask"),
+    negative_apart=True,
+    negative="true_cfg_scale",
+)
 
 FAMILIES: dict[str, Family] = {
     "StableDiffusion3Pipeline": Family(
@@ -102,18 +114,16 @@ FAMILIES: dict[str, Family] = {
     ),
     "FluxPipeline": _FLUX,
     "WanPipeline": Family(embeds=_PROMPTS),
-    "QwenImagePipeline": Family(
-        embeds=("prompt_embeds", "prompt_embeds_mask"),
-        negative_apart=True,
-        guidance="true_cfg_scale",
-        negative="true_cfg_scale",
-        unused=_LAST_TEXT,
-    ),
+    "QwenImagePipeline": _QWEN,
+    "QwenImageEditPipeline": replace(_QWEN, pictures=(1, 1)),
+    "QwenImageEditPlusPipeline": replace(_QWEN, pictures=(1, None), copies=True),
     "WanImageToVideoPipeline": Family(embeds=_PROMPTS, pictures=(1, 1), overwritten=_picture_frame),
-    "HunyuanVideoPipeline": Family(
-        embeds=("prompt_embeds", "pooled_prompt_embeds", "prompt_attention_mask"),
-        negative_apart=True,
-        negative="true_cfg_scale",
+    "HunyuanVideoPipeline": _HUNYUAN,
+    "HunyuanVideoImageToVideoPipeline": replace(
+        _HUNYUAN,
+        pictures=(1, 1),
+        picture_each=True,
+        ways=("fast_forward",),  # latents are blended with the picture's, or steps see the frames after it
     ),
     "LTXPipeline": Family(embeds=_MASKED_PROMPTS),
     "LTXImageToVideoPipeline": Family(
@@ -223,7 +233,11 @@ def refuse_prompts(pipe: Any, family: Family, call: Mapping[str, Any], prompts: 
     """Raises ValueError if the pipeline could not be called with each of these prompts, naming the first."""
     name, accepted = type(pipe).__name__, inspect.signature(pipe.__call__).parameters
     fewest, most = family.pictures
-    takes = {(0, 0): "no picture", (0, 1): "at most one picture", (1, 1): "one picture"}
+    takes: dict[tuple[int, int | None], str] = {
+        (0, 0): "no picture",
+        (0, 1): "at most one picture",
+        (1, 1): "one picture",
+    }
     free = [
         side for side in ("height", "width") if side in accepted and (call.get(side) or accepted[side].default) is None
     ]
