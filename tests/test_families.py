@@ -12,7 +12,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
-from PIL import ImageOps
+from PIL import Image, ImageOps
 from torch.distributions import Normal
 from transformers import Qwen2VLProcessor
 
@@ -214,19 +214,19 @@ def test_trained_weights_in_plain_diffusers(base, kind, tmp_path):
 
     plain = base.plain()
     apply_weights(plain, tmp_path)
-    assert torch.equal(from_text(plain, base), trained)
+    batch = base.ode_batch(policy)
+    assert torch.equal(from_text(plain, base.case, batch), trained)
 
     again = base.policy(trainable=TRAINABLE[kind], moved=False)
     TRAINABLE[kind].load(again.pipe, tmp_path)
     assert torch.equal(base.ode(again), trained)
-    batch = base.ode_batch(again)
     assert torch.equal(again.draw(batch.prompt, start_generators(batch)), trained)
 
 
-def from_text(pipe: DiffusionPipeline, base: Base) -> torch.Tensor:
+def from_text(pipe: DiffusionPipeline, case: Case, batch: MicroBatch) -> torch.Tensor:
     """Two samples of one prompt by the pipeline's own public call."""
-    case, family, batch = base.case, family_of(pipe), base.ode_batch(base.policy())
-    accepted, text = inspect.signature(pipe.__call__).parameters, batch.prompt.text
+    family, text = family_of(pipe), batch.prompt.text
+    accepted, pictures = inspect.signature(pipe.__call__).parameters, [Image.open(path) for path in batch.prompt.images]
     copies = next(name for name in accepted if name in ("num_images_per_prompt", "num_videos_per_prompt"))
     rows = {"prompt": [text] * 2} if case.no_copies else {"prompt": text, copies: 2}
     guidance = {} if family.guidance is None else {family.guidance: case.guidance}
@@ -234,7 +234,7 @@ def from_text(pipe: DiffusionPipeline, base: Base) -> torch.Tensor:
     guided = family.guidance is None or call.get(family.negative, 1) > 1
     if guided and "negative_prompt" in accepted:
         rows["negative_prompt"] = [""] * 2 if case.no_copies else ""
-    rows |= family.image(list(case.pictures), 2 if case.no_copies else 1)
+    rows |= family.image(pictures, 2 if case.no_copies else 1)
     return pipe(
         generator=start_generators(batch),
         num_inference_steps=STEPS,
@@ -276,7 +276,10 @@ def test_overwritten_frames_are_no_actions(tmp_path):
 
 
 def test_every_prompt_has_its_pictures(base, policy):
-    """From a file: other pictures, another rollout of the same words and noise, each re-scored exactly. None given: refused."""
+    """From a file: other pictures make another rollout of the same words and noise, and each is what the public call makes.
+
+    A text-only pipeline refuses them, others refuse a prompt without.
+    """
     if not base.case.pictures:
         picture = base.folder / "picture.png"
         with pytest.raises(
@@ -301,7 +304,35 @@ def test_every_prompt_has_its_pictures(base, policy):
         outputs += rollout.outputs
         (old, *_), (asked,) = rollout.transitions[0], rollout.batches
         assert torch.equal(policy.score(asked, old).log_prob, old.log_prob)
+        drawn = policy.draw(prompt, start_generators(batch))
+        assert torch.equal(drawn, from_text(policy.pipe, base.case, asked))
     assert not torch.equal(*outputs)
     if family_of(policy.pipe).pictures[0]:
         with pytest.raises(ValueError, match=r"takes one .*picture.* for a prompt, and 'x' brings none"):
             policy.check([Prompt("x")])
+
+
+def test_the_negative_prompt_beside_a_black_picture(tmp_path):
+    """HunyuanVideo shows its text encoder a black picture with it, which the stock call does for a single prompt only."""
+    base = saved("hunyuan-video-i2v", tmp_path)
+    call = base.case.call | {"true_cfg_scale": 2.0}
+    policy = base.policy(call=call)
+    (old, *_), batch = sample(policy, Recompute(), base.batches(policy)).transitions[0], base.batches(policy)[0]
+    assert torch.equal(policy.score(batch, old).log_prob, old.log_prob)
+    case = replace(base.case, call=call)
+    with pytest.raises(ValueError, match="Image features and image tokens do not match"):
+        from_text(policy.pipe, case, batch)
+    generator, (picture,) = start_generators(batch)[:1], case.pictures
+    alone = policy.pipe(
+        prompt="third",
+        negative_prompt="",
+        image=[picture],
+        generator=generator,
+        num_inference_steps=STEPS,
+        guidance_scale=case.guidance,
+        output_type="pt",
+        return_dict=False,
+        **call,
+    )[0]
+    drawn = policy.draw(replace(batch.prompt, text="third"), start_generators(batch)[:1])
+    assert torch.equal(drawn, alone)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -79,4 +80,4 @@ def _explain(detail: Any) -> str:
         return f"{key}: is not a key of a prompt{nearest(key, list(Line.model_fields))}"
     if detail["type"] == "missing":
         return f"{key}: is missing"
-    return f"{key or 'the line'}: {detail['msg']} (got {detail['input']!r})"
+    return f"{key or 'the line'}: {detail['msg']} (got {reprlib.repr(detail['input'])})"
