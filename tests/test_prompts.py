@@ -156,11 +156,20 @@ def test_sizes_that_would_follow_the_pictures_are_refused(folder):
         policy.check([Prompt("first", (folder / "b.png",) * 2)])
 
 
-def test_a_negative_prompt_that_the_pipeline_does_not_take_is_refused():
-    policy = DiffusionPolicy(tiny("flux2-klein"), kernel=Flow(), steps=2)
+@pytest.mark.parametrize(("name", "guidance"), [("flux2-klein", 3.0), ("sd3", 1.0)])
+def test_a_negative_prompt_that_would_be_ignored_is_refused(name, guidance):
+    """The call of FLUX.2 klein takes none, that of Stable Diffusion 3 ignores it without guidance."""
+    settings = {"kernel": Flow(), "steps": 2, "guidance": guidance}
+    policy = DiffusionPolicy(tiny(name), **settings)
     policy.check([Prompt("first", negative="")])
-    with pytest.raises(ValueError, match="Flux2KleinPipeline takes no negative prompt, and 'first' brings one"):
+    with pytest.raises(
+        ValueError, match=r"task: the negative prompt of 'first': .* would not use it as it is called here"
+    ):
         policy.check([Prompt("first", negative="second")])
+    with pytest.raises(
+        ValueError, match=r"policy\.negative_prompt: .* would not use it as it is called here; leave it out"
+    ):
+        DiffusionPolicy(tiny(name), **settings, negative_prompt="second")
 
 
 def test_training_and_sampling_with_pictures(folder):

@@ -23,7 +23,7 @@ from onetake.noise import start_generators
 from onetake.policies import Observer
 from onetake.policies.adapters import Lora, Trainable, adapters_off
 from onetake.policies.episode import Episode
-from onetake.policies.families import embeddings, family_of, refuse, refuse_prompts, transformers_of
+from onetake.policies.families import embeddings, family_of, refuse, refuse_prompts, transformers_of, unused_negative
 from onetake.policies.finish import DpmSolver, Euler, Finish
 from onetake.policies.scheduler import Finished, RolloutScheduler
 from onetake.records import Config, Entry, MicroBatch, Prompt, Transition
@@ -123,6 +123,8 @@ class DiffusionPolicy:
         self._call_arguments = self._family.call | (call or {})
         self._output_type = output_type
         refuse(pipe, self._family, self._call_arguments)
+        if negative_prompt and not self._guided:
+            raise ValueError(f"policy.negative_prompt: {unused_negative(pipe)}")
         self.ways = self._family.ways
         if any(self._call_arguments.get(name) is not None for name in self._family.indexed):
             self.ways = ("fast_forward",)
@@ -191,10 +193,9 @@ class DiffusionPolicy:
     @property
     def sigmas(self) -> list[float]:
         if self._sigmas is None:
-            pictures = [Image.new("RGB", (64, 64))] * self._family.pictures[
-                0
-            ]  # levels depend on the output's size alone
-            self._schedule(self._words(Prompt(""), 1) | self._family.image(pictures, 1))
+            fewest, _ = self._family.pictures
+            grey = [Image.new("RGB", (64, 64), "grey")] * fewest  # levels depend on the output's size alone
+            self._schedule(self._words(Prompt(""), 1) | self._family.image(grey, 1))
             self._sigmas = self.scheduler.grid
         return self._sigmas
 
@@ -208,7 +209,7 @@ class DiffusionPolicy:
 
     def check(self, prompts: Iterable[Prompt]) -> None:
         """Raises ValueError if the pipeline could not be called with each of these prompts, naming the first."""
-        refuse_prompts(self.pipe, self._family, self._call_arguments, prompts)
+        refuse_prompts(self.pipe, self._family, self._call_arguments, prompts, guided=self._guided)
 
     def _condition(self, prompt: Prompt, rows: int) -> dict[str, Any]:
         """The prompt as the call takes it, for `rows` samples. Its pictures are read anew at every call."""
@@ -225,8 +226,7 @@ class DiffusionPolicy:
 
     def _words(self, prompt: Prompt, rows: int) -> dict[str, Any]:
         negative = self._negative_prompt if prompt.negative is None else prompt.negative
-        guided = self._guided and "negative_prompt" in inspect.signature(self.pipe.__call__).parameters
-        return {"prompt": [prompt.text] * rows, **({"negative_prompt": [negative] * rows} if guided else {})}
+        return {"prompt": [prompt.text] * rows} | ({"negative_prompt": [negative] * rows} if self._guided else {})
 
     def _embed(self, prompt: Prompt) -> dict[str, Any]:
         """What ``encode_prompt`` makes in a call with the prompt's text: it gets what the call hands on to it, pictures too."""
@@ -245,8 +245,10 @@ class DiffusionPolicy:
 
     @property
     def _guided(self) -> bool:
-        """Whether the pipeline is going to use a negative prompt."""
+        """Whether the pipeline is going to use a negative prompt that it is given."""
         family = self._family
+        if "negative_prompt" not in inspect.signature(self.pipe.__call__).parameters:
+            return False
         if family.guidance is None:
             return self._guidance > 1
         if family.negative is None:

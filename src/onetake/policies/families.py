@@ -229,7 +229,9 @@ def refuse(pipe: Any, family: Family, call: Mapping[str, Any]) -> None:
         raise ValueError(f"policy.call.{family.guidance}: is what policy.guidance sets for {name}; use that")
 
 
-def refuse_prompts(pipe: Any, family: Family, call: Mapping[str, Any], prompts: Iterable[Prompt]) -> None:
+def refuse_prompts(
+    pipe: Any, family: Family, call: Mapping[str, Any], prompts: Iterable[Prompt], *, guided: bool
+) -> None:
     """Raises ValueError if the pipeline could not be called with each of these prompts, naming the first."""
     name, accepted = type(pipe).__name__, inspect.signature(pipe.__call__).parameters
     fewest, most = family.pictures
@@ -248,13 +250,21 @@ def refuse_prompts(pipe: Any, family: Family, call: Mapping[str, Any], prompts: 
                 f"task: {name} takes {takes.get(family.pictures, 'one or more pictures')} for a prompt, and {prompt.text!r} "
                 f"brings {brings or 'none'} (image: in its line of a .jsonl file, --image of onetake sample)"
             )
-        if prompt.negative and "negative_prompt" not in accepted:
-            raise ValueError(f"task: {name} takes no negative prompt, and {prompt.text!r} brings one; leave it out")
+        if prompt.negative and not guided:
+            raise ValueError(f"task: the negative prompt of {prompt.text!r}: {unused_negative(pipe)}")
         if prompt.images and free:
             raise ValueError(
                 f"policy.call.{free[0]}: {name} would take it from each prompt's picture, and the outputs of a run have one "
                 "size; set height and width"
             )
+
+
+def unused_negative(pipe: Any) -> str:
+    """The end of a message about a negative prompt that would be ignored."""
+    return (
+        f"{type(pipe).__name__} would not use it as it is called here; leave it out, or turn it on as the table in "
+        "docs/families.md says"
+    )
 
 
 def family_of(pipe: Any) -> Family:
