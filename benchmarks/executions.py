@@ -16,6 +16,8 @@ import gc
 import statistics
 import time
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
@@ -27,20 +29,18 @@ from onetake.execution.sampling import RolloutConfig, deal, sample
 from onetake.objectives import Grpo
 from onetake.policies.adapters import Full, Lora
 from onetake.policies.diffusion import DiffusionPolicy
-from onetake.records import Address
+from onetake.records import Address, Prompt
 from onetake.selection import All
 from onetake.transitions import Flow
 
 
-class PromptFree(DiffusionPolicy):
-    """Random embeddings instead of text encoders, which an update with cached prompts does not run either."""
-
-    def _prompt_arguments(self, prompt: str, rows: int) -> dict[str, torch.Tensor]:
-        config = self.module.config
-        random = torch.Generator().manual_seed(0)
-        embeds = torch.randn(1, 24, config.joint_attention_dim, generator=random)
-        pooled = torch.randn(1, config.pooled_projection_dim, generator=random)
-        return {"prompt_embeds": embeds.repeat(rows, 1, 1), "pooled_prompt_embeds": pooled.repeat(rows, 1)}
+def random_embeddings(transformer: SD3Transformer2DModel, **given: Any) -> tuple[torch.Tensor | None, ...]:
+    """Instead of text encoders, which an update with cached prompts does not run either."""
+    if given["prompt_embeds"] is not None:
+        return given["prompt_embeds"], None, given["pooled_prompt_embeds"], None
+    config, random = transformer.config, torch.Generator().manual_seed(0)
+    embeds = torch.randn(1, 24, config.joint_attention_dim, generator=random)
+    return embeds, None, torch.randn(1, config.pooled_projection_dim, generator=random), None
 
 
 def policy(arguments: argparse.Namespace, adapter: Full | Lora, *, checkpointing: bool) -> DiffusionPolicy:
@@ -69,17 +69,18 @@ def policy(arguments: argparse.Namespace, adapter: Full | Lora, *, checkpointing
             ["text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2", "tokenizer_3"], None
         ),
     )
+    pipe.encode_prompt = partial(random_embeddings, transformer)
     pipe.set_progress_bar_config(disable=True)
     adapter.attach(pipe, 0)
     if checkpointing:
         pipe.transformer.enable_gradient_checkpointing()
-    return PromptFree(pipe, kernel=Flow(), steps=arguments.steps, output_type="latent")
+    return DiffusionPolicy(pipe, kernel=Flow(), steps=arguments.steps, output_type="latent")
 
 
 def one_update(policy: DiffusionPolicy, execution: str, arguments: argparse.Namespace) -> tuple[float, float]:
     """(process CPU seconds, wall-clock seconds)."""
     size = RolloutConfig(groups=1, group_size=arguments.group, micro_batch=arguments.group)
-    batches = deal(size, ["a prompt"], policy, All(), Grpo(), Address(seed=0, stream="train", update=0))
+    batches = deal(size, [Prompt("a prompt")], policy, All(), Grpo(), Address(seed=0, stream="train", update=0))
     strategy = EXECUTIONS[execution]()
     policy.module.zero_grad(set_to_none=True)
     gc.collect()

@@ -11,10 +11,10 @@ from onetake.execution.sampling import RolloutConfig, deal, sample
 from onetake.noise import generator
 from onetake.objectives import Grpo
 from onetake.policies import Policy, trainable
-from onetake.records import Address, Rollout
+from onetake.records import Address, Prompt, Rollout
 from onetake.selection import All
 
-PROMPTS = ["first", "second", "third"]
+PROMPTS = [Prompt(text) for text in ("first", "second", "third")]
 
 
 def fake_rewards(rollout: Rollout, groups: int, group_size: int) -> None:
@@ -26,10 +26,12 @@ def fake_rewards(rollout: Rollout, groups: int, group_size: int) -> None:
     rollout.advantages = Advantages()(rewards)
 
 
-def roll(policy: Policy, execution, *, selection=None, objective=None, config=None, update: int = 0) -> Rollout:
+def roll(
+    policy: Policy, execution, *, selection=None, objective=None, config=None, update: int = 0, prompts=PROMPTS
+) -> Rollout:
     config = config or RolloutConfig(groups=3, group_size=4, micro_batch=2)
     batches = deal(
-        config, PROMPTS, policy, selection or All(), objective or Grpo(), Address(seed=1, stream="train", update=update)
+        config, prompts, policy, selection or All(), objective or Grpo(), Address(seed=1, stream="train", update=update)
     )
     rollout = sample(policy, execution, batches)
     fake_rewards(rollout, config.groups, config.group_size)

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from onetake import config
 from onetake.config import RecipeError
 from onetake.recipe import Recipe
+from onetake.records import Prompt
 from onetake.rewards import load_reward
 from onetake.selection import Window
 from onetake.tasks import shapes_reward
@@ -275,7 +276,7 @@ def test_prompts_are_lines(tmp_path, pipeline):
     where = f"train: {tmp_path}/p.txt, held_out: {tmp_path}/p.txt"
     recipe: Recipe = config.load(f"task: {{kind: prompts, {where}, reward: 'onetake.tasks:shapes_reward'}}", [pipeline])
     task = recipe.task.load()
-    assert task.train == task.held_out == ["a cat", "two dogs"]
+    assert task.train == task.held_out == [Prompt("a cat"), Prompt("two dogs")]
     assert list(task.rewards.functions.values()) == [shapes_reward]
     assert list(task.rewards.weights.values()) == [1.0]
 

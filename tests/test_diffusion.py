@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
@@ -17,12 +19,12 @@ from onetake.objectives import Grpo, Kl
 from onetake.policies import trainable
 from onetake.policies.adapters import Full, Lora, apply_weights
 from onetake.policies.diffusion import DiffusionPolicy
-from onetake.records import Address
+from onetake.records import Address, Prompt
 from onetake.selection import All, Single, Window
 from onetake.transitions import Cps, Flow
 from tiny import tiny_sd3
 
-PROMPTS = ["first", "second", "third"]
+PROMPTS = [Prompt(text) for text in ("first", "second", "third")]
 CALL = {"max_sequence_length": 8}
 SIZE = RolloutConfig(groups=2, group_size=4, micro_batch=2)
 ADAPTERS = {"lora": Lora(rank=4), "full": Full()}
@@ -55,7 +57,7 @@ def test_without_events_it_is_the_stock_pipeline_bit_for_bit(guidance):
     ours = policy.rollout(batch, pytest.fail, grad=True)
     policy.pipe.scheduler = FlowMatchEulerDiscreteScheduler.from_config(policy.scheduler.config)
     theirs = policy.pipe(
-        batch.prompt,
+        batch.prompt.text,
         num_images_per_prompt=2,
         num_inference_steps=4,
         guidance_scale=guidance,
@@ -71,7 +73,7 @@ def test_guidance_changes_pixels_and_embeddings_equal_prompts():
     for guidance in (1.0, 3.0):
         policy = policy_on(guidance=guidance)
         images[guidance] = policy.rollout(ode_batch(policy), pytest.fail, grad=False)
-        policy._embeds = {prompt: None for prompt in PROMPTS}  # falls back to the text itself
+        policy._family = replace(policy._family, embeds=())  # prompts stay text
         by_text = policy.rollout(ode_batch(policy), pytest.fail, grad=False)
         torch.testing.assert_close(images[guidance], by_text, rtol=0, atol=1e-5)  # encoders see two rows, not one
     assert not torch.equal(images[1.0], images[3.0])
@@ -241,13 +243,13 @@ def test_saved_weights_load_in_plain_diffusers_bit_for_bit(adapter, tmp_path):
     else:
         plain.transformer = type(plain.transformer).from_pretrained(tmp_path / "transformer")
     call = {"num_inference_steps": 4, "guidance_scale": 1.0, "output_type": "pt", **CALL}
-    theirs = plain(batch.prompt, num_images_per_prompt=2, generator=start_generators(batch), **call).images
+    theirs = plain(batch.prompt.text, num_images_per_prompt=2, generator=start_generators(batch), **call).images
     assert torch.equal(ours, theirs)
 
     again = StableDiffusion3Pipeline.from_pretrained(tmp_path / "base")
     apply_weights(again, tmp_path)
     assert torch.equal(
-        again(batch.prompt, num_images_per_prompt=2, generator=start_generators(batch), **call).images, ours
+        again(batch.prompt.text, num_images_per_prompt=2, generator=start_generators(batch), **call).images, ours
     )
 
     fresh = tiny_sd3()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
+from PIL import Image, ImageOps
 from torch.distributions import Normal
+from transformers import Qwen2VLProcessor
 
 from faults import FAULTS
 from helpers import gradient_of, move, relative_error
@@ -23,9 +27,10 @@ from onetake.policies import trainable
 from onetake.policies.adapters import Full, Lora, apply_weights
 from onetake.policies.diffusion import DiffusionPolicy, PolicyConfig, load_pipeline
 from onetake.policies.families import family_of
-from onetake.records import Address, MicroBatch
+from onetake.records import Address, MicroBatch, Prompt
 from onetake.selection import All, Window
-from onetake.transitions import Flow
+from onetake.tasks import PromptsTask
+from tiny import WORDS
 from tiny_families import CASES, Case, tiny
 
 pytestmark = [  # what the libraries themselves warn about
@@ -35,8 +40,8 @@ pytestmark = [  # what the libraries themselves warn about
 ]
 
 STEPS = 4
-PROMPTS = ["first", "second", "third"]
 SIZE = RolloutConfig(groups=1, group_size=2, micro_batch=2)
+ADDRESS = Address(seed=0, stream="train", update=0)
 TRAINABLE = {"lora": Lora(rank=2), "full": Full()}
 
 
@@ -46,6 +51,30 @@ class Base:
 
     case: Case
     folder: Path
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """Each with the case's pictures."""
+        return [Prompt(text, self.images) for text in WORDS]
+
+    @property
+    def images(self) -> tuple[Path, ...]:
+        return tuple(self.folder / f"{i}.png" for i in range(len(self.case.pictures)))
+
+    def batches(self, policy: DiffusionPolicy) -> list[MicroBatch]:
+        return deal(SIZE, self.prompts, policy, All(), Grpo(), ADDRESS)
+
+    def gradient(self, policy: DiffusionPolicy, execution: str) -> dict[str, torch.Tensor]:
+        return gradient_of(policy, execution, config=SIZE, prompts=self.prompts)
+
+    def ode_batch(self, policy: DiffusionPolicy) -> MicroBatch:
+        batch = self.batches(policy)[0]
+        batch.stochastic[:] = False
+        return batch
+
+    def ode(self, policy: DiffusionPolicy) -> torch.Tensor:
+        """Two samples of the first prompt drawn without events."""
+        return policy.rollout(self.ode_batch(policy), pytest.fail, grad=False)
 
     def policy(self, *, moved: bool = True, **changes) -> DiffusionPolicy:
         settings = {"guidance": self.case.guidance, "call": self.case.call, "trainable": TRAINABLE["lora"]} | changes
@@ -81,18 +110,40 @@ class SameGrid(FlowMatchEulerDiscreteScheduler):
         self.sigmas, self.timesteps = self.shipped.sigmas.clone(), self.shipped.timesteps.float()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def small_pictures():
+    """Qwen-Image-Edit makes a megapixel of every picture; here 32 × 32. Its processor knows videos too, which need torchvision."""
+    whole = Qwen2VLProcessor.__init__
+
+    def without_videos(self, image_processor=None, tokenizer=None, chat_template=None, **kwargs):
+        whole(self, image_processor, tokenizer, chat_template=chat_template)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Qwen2VLProcessor, "__init__", without_videos)
+        patch.setattr(pipeline_qwenimage_edit, "calculate_dimensions", lambda area, ratio: (32, 32, None))
+        patch.setattr(pipeline_qwenimage_edit_plus, "calculate_dimensions", lambda area, ratio: (32, 32))
+        yield
+
+
 def marks(case: Case) -> list[pytest.MarkDecorator]:
     return [pytest.mark.slow] if case.slow else []
 
 
 @pytest.fixture(scope="module", params=[pytest.param(n, marks=marks(c), id=n) for n, c in CASES.items()])
 def base(request, tmp_path_factory) -> Base:
-    case = CASES[request.param]
+    return saved(request.param, tmp_path_factory.mktemp("base"))
+
+
+def saved(name: str, folder: Path) -> Base:
+    """The case's pipeline and pictures as files."""
+    case = CASES[name]
     for library in case.needs:
         pytest.importorskip(library)
-    folder = tmp_path_factory.mktemp("base")
-    tiny(request.param).save_pretrained(folder)
-    return Base(case=case, folder=folder)
+    tiny(name).save_pretrained(folder)
+    base = Base(case=case, folder=folder)
+    for picture, path in zip(case.pictures, base.images, strict=True):
+        picture.save(path)
+    return base
 
 
 @pytest.fixture(scope="module")
@@ -104,29 +155,13 @@ def policy(base) -> Iterator[DiffusionPolicy]:
     assert all(torch.equal(p, before[name]) for name, p in trainable(policy).items())
 
 
-def batches_of(policy: DiffusionPolicy) -> list[MicroBatch]:
-    return deal(SIZE, PROMPTS, policy, All(), Grpo(), Address(seed=0, stream="train", update=0))
-
-
-def ode(policy: DiffusionPolicy) -> torch.Tensor:
-    """Two samples of the first prompt drawn without events."""
-    batch = ode_batch(policy)
-    return policy.rollout(batch, pytest.fail, grad=False)
-
-
-def ode_batch(policy: DiffusionPolicy) -> MicroBatch:
-    batch = batches_of(policy)[0]
-    batch.stochastic[:] = False
-    return batch
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rescored_events_are_the_sampled_ones(base, dtype):
     """Equal latent, equal velocity, ratio exactly 1, by every way that the family claims; adapters stay float32."""
     policy = base.policy(dtype=dtype)
     assert all(p.dtype == torch.float32 for p in trainable(policy).values())
     assert policy.ways[0] == base.case.way
-    rollout = sample(policy, Recompute(), batches_of(policy))
+    rollout = sample(policy, Recompute(), base.batches(policy))
     assert [old.index for old in rollout.transitions[0]] == list(range(STEPS - 1))
     for way in policy.ways:
         policy.way = way
@@ -139,7 +174,7 @@ def test_rescored_events_are_the_sampled_ones(base, dtype):
 
 
 def test_executions_agree(base, policy):
-    native, retain, reweight = (gradient_of(policy, name, config=SIZE) for name in ("recompute", "retain", "reweight"))
+    native, retain, reweight = (base.gradient(policy, name) for name in ("recompute", "retain", "reweight"))
     assert all(gradient.isfinite().all() for gradient in native.values())
     assert sum(float(gradient.norm()) for gradient in native.values()) > 0
     assert relative_error(retain, native) <= 1e-6
@@ -151,14 +186,14 @@ def test_gradient_checkpointing_changes_nothing(base, policy):
         with pytest.raises(ValueError, match="gradient_checkpointing: true would train another model"):
             base.policy(gradient_checkpointing=True)
         return
-    plain = gradient_of(policy, "retain", config=SIZE)
-    checkpointed = gradient_of(base.policy(gradient_checkpointing=True), "retain", config=SIZE)
+    plain = base.gradient(policy, "retain")
+    checkpointed = base.gradient(base.policy(gradient_checkpointing=True), "retain")
     assert relative_error(checkpointed, plain) < 1e-6
 
 
 def test_guidance_changes_pixels(base, policy):
     other = base.policy(guidance=base.case.guidance + 1)
-    assert not torch.equal(ode(policy), ode(other))
+    assert not torch.equal(base.ode(policy), base.ode(other))
 
 
 @pytest.mark.parametrize("kind", TRAINABLE)
@@ -168,39 +203,38 @@ def test_trained_weights_in_plain_diffusers(base, kind, tmp_path):
     So steps without events are the stock pipeline's, and embeddings made beforehand are those it makes of the text.
     """
     policy = base.policy(trainable=TRAINABLE[kind], moved=kind == "lora")
-    untrained = ode(policy)
-    gradient = gradient_of(policy, "recompute", config=SIZE)
+    untrained = base.ode(policy)
+    gradient = base.gradient(policy, "recompute")
     with torch.no_grad():
         for name, parameter in trainable(policy).items():
             parameter += 0.05 * torch.nn.functional.normalize(gradient[name].flatten(), dim=0).view_as(parameter)
-    trained = ode(policy)
+    trained = base.ode(policy)
     assert not torch.equal(trained, untrained)
     TRAINABLE[kind].save(policy.pipe, tmp_path)
 
     plain = base.plain()
     apply_weights(plain, tmp_path)
-    assert torch.equal(from_text(plain, policy, base.case), trained)
+    batch = base.ode_batch(policy)
+    assert torch.equal(from_text(plain, base.case, batch), trained)
 
     again = base.policy(trainable=TRAINABLE[kind], moved=False)
     TRAINABLE[kind].load(again.pipe, tmp_path)
-    assert torch.equal(ode(again), trained)
-    batch = ode_batch(again)
+    assert torch.equal(base.ode(again), trained)
     assert torch.equal(again.draw(batch.prompt, start_generators(batch)), trained)
 
 
-def from_text(pipe: DiffusionPipeline, policy: DiffusionPolicy, case: Case) -> torch.Tensor:
+def from_text(pipe: DiffusionPipeline, case: Case, batch: MicroBatch) -> torch.Tensor:
     """Two samples of one prompt by the pipeline's own public call."""
-    family, batch = family_of(pipe), ode_batch(policy)
-    accepted = inspect.signature(pipe.__call__).parameters
+    family, text = family_of(pipe), batch.prompt.text
+    accepted, pictures = inspect.signature(pipe.__call__).parameters, [Image.open(path) for path in batch.prompt.images]
     copies = next(name for name in accepted if name in ("num_images_per_prompt", "num_videos_per_prompt"))
-    rows = {"prompt": [batch.prompt] * 2} if case.no_copies else {"prompt": batch.prompt, copies: 2}
+    rows = {"prompt": [text] * 2} if case.no_copies else {"prompt": text, copies: 2}
     guidance = {} if family.guidance is None else {family.guidance: case.guidance}
     call = guidance | dict(family.call) | case.call
     guided = family.guidance is None or call.get(family.negative, 1) > 1
     if guided and "negative_prompt" in accepted:
         rows["negative_prompt"] = [""] * 2 if case.no_copies else ""
-    if case.no_copies:
-        rows |= {name: [call[name]] * 2 for name in family.each}
+    rows |= family.image(pictures, 2 if case.no_copies else 1)
     return pipe(
         generator=start_generators(batch),
         num_inference_steps=STEPS,
@@ -211,35 +245,94 @@ def from_text(pipe: DiffusionPipeline, policy: DiffusionPolicy, case: Case) -> t
 
 
 @pytest.mark.parametrize(("plant", "cause"), FAULTS)
-def test_preflight_names_planted_faults(policy, plant, cause, monkeypatch):
+def test_preflight_names_planted_faults(base, policy, plant, cause, monkeypatch):
     plant(policy, monkeypatch)
     with pytest.raises(PreflightError, match=cause):
-        preflight(policy, Retain(), Grpo(), batches_of(policy))
+        preflight(policy, Retain(), Grpo(), base.batches(policy))
 
 
-def test_a_model_whose_noise_levels_are_not_selected_is_told():
-    pipe = tiny("wan-2.2")
-    Lora(rank=2).attach(pipe, 0)
-    policy = DiffusionPolicy(pipe, kernel=Flow(), steps=STEPS, call=CASES["wan-2.2"].call)
+def test_a_model_whose_noise_levels_are_not_selected_is_told(tmp_path):
+    base = saved("wan-2.2", tmp_path)
+    policy = base.policy(moved=False)
     early = Window(size=1, start=0, place="fixed")
-    address = Address(seed=0, stream="train", update=0)
-    found = preflight(policy, Retain(), Grpo(), deal(SIZE, PROMPTS, policy, early, Grpo(), address))
+    found = preflight(policy, Retain(), Grpo(), deal(SIZE, base.prompts, policy, early, Grpo(), ADDRESS))
     assert found.unreached == ["transformer_2"]
-    assert preflight(policy, Retain(), Grpo(), batches_of(policy)).unreached == []
+    assert preflight(policy, Retain(), Grpo(), base.batches(policy)).unreached == []
 
 
-def test_overwritten_frames_are_no_actions():
+def test_overwritten_frames_are_no_actions(tmp_path):
     """Wan 2.2 5B puts the picture over the first latent frame: log_prob, D and the KL leave it out."""
-    pytest.importorskip("ftfy")
-    pipe = tiny("wan-2.2-5b-i2v")
-    Lora(rank=2).attach(pipe, 0)
-    policy = DiffusionPolicy(pipe, kernel=Flow(), steps=STEPS, call=CASES["wan-2.2-5b-i2v"].call)
-    old = sample(policy, Recompute(), batches_of(policy)).transitions[0][0]
+    base = saved("wan-2.2-5b-i2v", tmp_path)
+    policy = base.policy(moved=False)
+    old = sample(policy, Recompute(), base.batches(policy)).transitions[0][0]
     frame = old.action[0, :, 0].numel()
     assert old.dims == old.action[0].numel() - frame
     move(policy)
-    new = policy.score(batches_of(policy)[0], old)
+    new = policy.score(base.batches(policy)[0], old)
     assert torch.equal(new.mean[:, :, 0], old.action[:, :, 0])
     expected = Normal(new.mean[:, :, 1:], new.std).log_prob(old.action[:, :, 1:]).flatten(1).sum(1)
     torch.testing.assert_close(new.log_prob, expected)
     assert (new.kl(old.mean) > 0).all()
+
+
+def test_every_prompt_has_its_pictures(base, policy):
+    """From a file: other pictures make another rollout of the same words and noise, and each is what the public call makes.
+
+    A text-only pipeline refuses them, others refuse a prompt without.
+    """
+    if not base.case.pictures:
+        picture = base.folder / "picture.png"
+        with pytest.raises(
+            ValueError, match=f"{type(policy.pipe).__name__} takes no picture for a prompt, and 'x' brings 1"
+        ):
+            policy.check([Prompt("x", (picture,))])
+        return
+    lines = []
+    for picture, path in zip(base.case.pictures, base.images, strict=True):
+        ImageOps.invert(picture).save(path.with_suffix(".inverted.png"))
+    for suffix in (".png", ".inverted.png"):
+        lines.append({"prompt": "first", "image": [path.with_suffix(suffix).name for path in base.images]})
+    file = base.folder / "prompts.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    task = PromptsTask(train=file, held_out=file, reward="jpeg")
+    assert task.problems() == []
+    prompts = task.load().train
+    policy.check(prompts)
+    (batch,), outputs = base.batches(policy), []
+    for prompt in prompts:
+        rollout = sample(policy, Recompute(), [replace(batch, prompt=prompt)])
+        outputs += rollout.outputs
+        (old, *_), (asked,) = rollout.transitions[0], rollout.batches
+        assert torch.equal(policy.score(asked, old).log_prob, old.log_prob)
+        drawn = policy.draw(prompt, start_generators(batch))
+        assert torch.equal(drawn, from_text(policy.pipe, base.case, asked))
+    assert not torch.equal(*outputs)
+    if family_of(policy.pipe).pictures[0]:
+        with pytest.raises(ValueError, match=r"takes one .*picture.* for a prompt, and 'x' brings none"):
+            policy.check([Prompt("x")])
+
+
+def test_the_negative_prompt_beside_a_black_picture(tmp_path):
+    """HunyuanVideo shows its text encoder a black picture with it, which the stock call does for a single prompt only."""
+    base = saved("hunyuan-video-i2v", tmp_path)
+    call = base.case.call | {"true_cfg_scale": 2.0}
+    policy = base.policy(call=call)
+    (old, *_), batch = sample(policy, Recompute(), base.batches(policy)).transitions[0], base.batches(policy)[0]
+    assert torch.equal(policy.score(batch, old).log_prob, old.log_prob)
+    case = replace(base.case, call=call)
+    with pytest.raises(ValueError, match="Image features and image tokens do not match"):
+        from_text(policy.pipe, case, batch)
+    generator, (picture,) = start_generators(batch)[:1], case.pictures
+    alone = policy.pipe(
+        prompt="third",
+        negative_prompt="",
+        image=[picture],
+        generator=generator,
+        num_inference_steps=STEPS,
+        guidance_scale=case.guidance,
+        output_type="pt",
+        return_dict=False,
+        **call,
+    )[0]
+    drawn = policy.draw(replace(batch.prompt, text="third"), start_generators(batch)[:1])
+    assert torch.equal(drawn, alone)

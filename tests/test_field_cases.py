@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from helpers import gradient_of, move, relative_error, roll
+from helpers import PROMPTS, gradient_of, move, relative_error, roll
 from onetake import config
 from onetake.advantages import Advantages
 from onetake.coefficients import Coefficients
@@ -20,7 +20,7 @@ from onetake.objectives import Grpo, Kl
 from onetake.optimizer import Optimizer, OptimizerConfig
 from onetake.policies import trainable
 from onetake.policies.toy import ToyPolicy
-from onetake.records import Address
+from onetake.records import Address, Prompt
 from onetake.rewards import Rewards
 from onetake.session import plan_lines
 from onetake.train import Watcher, train
@@ -53,7 +53,10 @@ def run(text: str, folder, *overrides: str, name: str = "run") -> tuple[list[dic
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 4])
 def test_1_every_prompt_has_its_copies_and_the_next_update_has_new_prompts(micro_batch):
-    prompts, size = [f"prompt {i}" for i in range(12)], RolloutConfig(groups=3, group_size=4, micro_batch=micro_batch)
+    prompts, size = (
+        [Prompt(f"prompt {i}") for i in range(12)],
+        RolloutConfig(groups=3, group_size=4, micro_batch=micro_batch),
+    )
     policy, updates = ToyPolicy(Flow(), prompts=12), []
     for update in range(4):
         address = Address(seed=5, stream="train", update=update)
@@ -151,7 +154,7 @@ def test_8_evaluation_is_the_plain_pipeline():
     from onetake.evaluation import EvaluationConfig, evaluate
     from onetake.tasks import Task, load_rewards
 
-    task = Task(train=["first"], held_out=["first", "second"], rewards=load_rewards("jpeg"))
+    task = Task(train=PROMPTS[:1], held_out=PROMPTS[:2], rewards=load_rewards("jpeg"))
     images = []
     for noise in (0.1, 0.9):
         policy = policy_on()
@@ -252,7 +255,7 @@ def test_redrawn_groups_give_the_gradient_of_the_rollout_they_make():
     for execution in EXECUTIONS:
         policy, strategy = ToyPolicy(Flow()), EXECUTIONS[execution]()
         rollout = roll(policy, strategy)
-        again = redeal(rollout.batches, {1}, ["first", "second", "third"], 1)
+        again = redeal(rollout.batches, {1}, PROMPTS, 1)
         assert {batch.address.stream for batch in again} == {"train, attempt 1"}
         rollout.drop({1})
         rollout.add(sample(policy, strategy, again))

@@ -18,7 +18,7 @@ from onetake.execution.sampling import RolloutConfig, deal
 from onetake.noise import choice, prompt_indices, start_generators, transition_noise
 from onetake.objectives import Grpo
 from onetake.policies.toy import ToyPolicy
-from onetake.records import Address, MicroBatch
+from onetake.records import Address, MicroBatch, Prompt
 from onetake.selection import All, Fraction, Single, Window
 from onetake.transitions import Flash, Flow, gain
 
@@ -32,7 +32,7 @@ def micro_batch(samples=(0, 1, 2, 3), address=HERE, **changes) -> MicroBatch:
         address=address,
         group=2,
         prompt_index=7,
-        prompt="text",
+        prompt=Prompt("text"),
         samples=samples,
         stochastic=torch.ones(len(samples), 5, dtype=torch.bool),
         weight=torch.ones(5, dtype=torch.float64),
@@ -58,7 +58,10 @@ MOVES = {
 
 
 def test_equal_addresses_draw_equal_noise():
-    one, other = micro_batch(), micro_batch(address=Address(seed=1, stream="train", update=4), prompt="other text")
+    one, other = (
+        micro_batch(),
+        micro_batch(address=Address(seed=1, stream="train", update=4), prompt=Prompt("other text")),
+    )
     torch.manual_seed(123)  # the global generator has no say
     first = transition_noise(one, 2, LIKE), starts(one)
     torch.manual_seed(321)
@@ -150,9 +153,9 @@ def test_dealing_is_exact(size):
 def test_groups_of_equal_text_stay_apart():
     """Also where one prompt serves two groups of an update: other noise, other advantages."""
     config = RolloutConfig(groups=3, group_size=2, micro_batch=2)
-    for prompts in (["same"] * 3, ["same"]):
+    for prompts in ([Prompt("same")] * 3, [Prompt("same")]):
         batches = deal(config, prompts, ToyPolicy(Flow()), All(), Grpo(), HERE)
-        assert [(b.group, b.prompt, b.samples) for b in batches] == [(g, "same", (0, 1)) for g in range(3)]
+        assert [(b.group, b.prompt.text, b.samples) for b in batches] == [(g, "same", (0, 1)) for g in range(3)]
         assert len(torch.cat([starts(b) for b in batches]).unique(dim=0)) == 6
 
 

@@ -17,8 +17,10 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     FlowMatchHeunDiscreteScheduler,
     LTXConditionPipeline,
+    StableDiffusion3Img2ImgPipeline,
     StableDiffusion3Pipeline,
     UniPCMultistepScheduler,
+    WanImageToVideoPipeline,
 )
 
 from onetake.execution import Retain
@@ -27,9 +29,9 @@ from onetake.execution.sampling import RolloutConfig, deal, sample
 from onetake.objectives import Grpo
 from onetake.policies.adapters import Lora
 from onetake.policies.diffusion import DiffusionPolicy
-from onetake.policies.families import FAMILIES, REFUSED, refuse
+from onetake.policies.families import FAMILIES, REFUSED, family_of, refuse
 from onetake.policies.scheduler import RolloutScheduler
-from onetake.records import Address, MicroBatch
+from onetake.records import Address, MicroBatch, Prompt
 from onetake.selection import All
 from onetake.transitions import Flow
 from tiny import tiny_sd3
@@ -44,7 +46,7 @@ def policy_on(pipe, **call) -> DiffusionPolicy:
 
 def batches_of(policy: DiffusionPolicy) -> list[MicroBatch]:
     size = RolloutConfig(groups=1, group_size=2, micro_batch=2)
-    return deal(size, ["first"], policy, All(), Grpo(), Address(seed=0, stream="train", update=0))
+    return deal(size, [Prompt("first")], policy, All(), Grpo(), Address(seed=0, stream="train", update=0))
 
 
 @pytest.mark.parametrize(
@@ -90,6 +92,12 @@ def test_a_pipeline_without_a_row_works_with_inferred_defaults():
     policy = policy_on(pipe)
     assert policy.ways == ("fast_forward",)  # nothing is known that would make the tail of the schedule safe
     assert preflight(policy, Retain(), Grpo(), batches_of(policy)).gradient_error == 0
+
+
+def test_whether_an_unknown_pipeline_takes_a_picture_is_in_its_call():
+    kinds = (StableDiffusion3Pipeline, StableDiffusion3Img2ImgPipeline, WanImageToVideoPipeline)
+    unknown = [type("Unknown", (kind,), {}) for kind in kinds]
+    assert [family_of(kind.__new__(kind)).pictures for kind in unknown] == [(0, 0), (0, 1), (1, 1)]
 
 
 class WithoutGuidance(Unheard):

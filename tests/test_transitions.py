@@ -15,7 +15,7 @@ from onetake.noise import generator, transition_noise
 from onetake.policies import trainable
 from onetake.policies.episode import Episode
 from onetake.policies.toy import ToyPolicy
-from onetake.records import Address, MicroBatch, Transition
+from onetake.records import Address, MicroBatch, Prompt, Transition
 from onetake.transitions import Cps, Dance, Flash, Flow, Ode, gain, log_prob, mean_std
 
 STOCHASTIC = {"flow": Flow(), "dance": Dance(), "flash": Flash(), "cps": Cps()}
@@ -199,7 +199,7 @@ def two_trajectories(steps: int) -> MicroBatch:
         address=Address(seed=0, stream="train", update=0),
         group=0,
         prompt_index=0,
-        prompt="",
+        prompt=Prompt(""),
         samples=(0, 1),
         stochastic=stochastic,
         weight=torch.ones(steps, dtype=torch.float64),

@@ -23,6 +23,8 @@ from diffusers import (
     FluxTransformer2DModel,
     Lumina2Pipeline,
     Lumina2Transformer2DModel,
+    QwenImageEditPipeline,
+    QwenImageEditPlusPipeline,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
     SanaPipeline,
@@ -43,7 +45,22 @@ from transformers import (
 )
 
 from tiny import tiny_sd3
-from tiny_parts import DECODER, PICTURE, TEXT, case, clip, gemma, image_vae, qwen_vae, qwen_vl, t5, umt5, word_tokenizer
+from tiny_parts import (
+    DECODER,
+    OTHER_PICTURE,
+    PICTURE,
+    TEXT,
+    case,
+    clip,
+    gemma,
+    image_vae,
+    qwen_vae,
+    qwen_vl,
+    qwen_vl_with_pictures,
+    t5,
+    umt5,
+    word_tokenizer,
+)
 
 SQUARE = {"height": 8, "width": 8}
 CONTENT = "{{ messages[-1]['content'] }}"  # a chat template
@@ -84,13 +101,11 @@ def flux() -> FluxPipeline:
     )
 
 
-@case("qwen-image", call=SQUARE)
-def qwen() -> QwenImagePipeline:
-    return QwenImagePipeline(
-        **qwen_vl(),
-        vae=qwen_vae(),
-        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift_terminal=0.02),
-        transformer=QwenImageTransformer2DModel(
+def qwen_parts() -> dict[str, Any]:
+    return {
+        "vae": qwen_vae(),
+        "scheduler": FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift_terminal=0.02),
+        "transformer": QwenImageTransformer2DModel(
             in_channels=16,
             out_channels=4,
             num_layers=2,
@@ -99,7 +114,22 @@ def qwen() -> QwenImagePipeline:
             joint_attention_dim=TEXT,
             axes_dims_rope=(2, 2, 4),
         ),
-    )
+    }
+
+
+@case("qwen-image", call=SQUARE)
+def qwen() -> QwenImagePipeline:
+    return QwenImagePipeline(**qwen_vl(), **qwen_parts())
+
+
+@case("qwen-image-edit", call=SQUARE, pictures=(PICTURE,))
+def qwen_edit() -> QwenImageEditPipeline:
+    return QwenImageEditPipeline(**qwen_vl_with_pictures(), **qwen_parts())
+
+
+@case("qwen-image-edit-plus", call=SQUARE, pictures=(PICTURE, OTHER_PICTURE))
+def qwen_edit_plus() -> QwenImageEditPlusPipeline:
+    return QwenImageEditPlusPipeline(**qwen_vl_with_pictures(), **qwen_parts())
 
 
 def flux_transformer(**settings: Any) -> FluxTransformer2DModel:
@@ -116,7 +146,9 @@ def flux_transformer(**settings: Any) -> FluxTransformer2DModel:
     )
 
 
-@case("flux-kontext", call=SQUARE | {"max_sequence_length": 8, "image": PICTURE, "max_area": 64, "_auto_resize": False})
+@case(
+    "flux-kontext", call=SQUARE | {"max_sequence_length": 8, "max_area": 64, "_auto_resize": False}, pictures=(PICTURE,)
+)
 def kontext() -> FluxKontextPipeline:
     return FluxKontextPipeline(
         **clip(),

@@ -15,13 +15,20 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from transformers import (
+    CLIPImageProcessorPil,
     CLIPTextConfig,
     CLIPTextModel,
+    CLIPVisionConfig,
     Gemma2Config,
     Gemma2Model,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLImageProcessorPil,
+    Qwen2VLProcessor,
     T5Config,
     T5EncoderModel,
     UMT5Config,
@@ -46,6 +53,8 @@ class Case:
     no_copies: bool = False
     """The stock pipeline fails on several outputs for one prompt."""
     slow: bool = False
+    pictures: tuple[Image.Image, ...] = ()
+    """What a prompt brings."""
 
 
 CASES: dict[str, Case] = {}
@@ -74,6 +83,7 @@ def tiny(name: str) -> DiffusionPipeline:
 
 
 PICTURE = Image.fromarray(np.arange(8 * 8 * 3, dtype=np.uint8).reshape(8, 8, 3))
+OTHER_PICTURE = Image.fromarray(255 - np.asarray(PICTURE))
 LARGER_PICTURE = PICTURE.resize((16, 16))
 
 TEXT = 16  # width of every text encoder but CLIP's
@@ -135,6 +145,47 @@ def qwen_vl() -> dict[str, Any]:
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": TEXT}
     config = Qwen2_5_VLConfig(text_config=DECODER | {"rope_parameters": rope}, vision_config=vision)
     return {"text_encoder": Qwen2_5_VLForConditionalGeneration(config), "tokenizer": word_tokenizer()}
+
+
+def qwen_vl_with_pictures() -> dict[str, Any]:
+    """What the pipelines that look at pictures need beside `qwen_vl`: a picture becomes four tokens."""
+    parts = qwen_vl()
+    tokenizer = word_tokenizer(extra_special_tokens=["<|image_pad|>", "<|video_pad|>"])
+    parts["text_encoder"].config.image_token_id = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    pictures = Qwen2VLImageProcessorPil(size={"shortest_edge": 28 * 28, "longest_edge": 56 * 56})
+    return parts | {"tokenizer": tokenizer, "processor": Qwen2VLProcessor(pictures, tokenizer)}
+
+
+def llava() -> dict[str, Any]:
+    """A decoder that sees a picture as four tokens, after the first one."""
+    tokenizer = word_tokenizer(extra_special_tokens=["<image>", "<|end_header_id|>"])
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**VISION),
+        text_config=LlamaConfig(**DECODER),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        image_seq_length=4,
+        pad_token_id=0,
+    )
+    return {
+        "text_encoder": LlavaForConditionalGeneration(config),
+        "tokenizer": tokenizer,
+        "image_processor": clip_pictures(),
+    }
+
+
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "projection_dim": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+def clip_pictures() -> CLIPImageProcessorPil:
+    return CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=28)
 
 
 def gemma() -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from diffusers import (
     AutoencoderKLHunyuanVideo,
     AutoencoderKLHunyuanVideo15,
@@ -14,6 +16,7 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     HunyuanVideo15Pipeline,
     HunyuanVideo15Transformer3DModel,
+    HunyuanVideoImageToVideoPipeline,
     HunyuanVideoPipeline,
     HunyuanVideoTransformer3DModel,
     LTX2Pipeline,
@@ -34,7 +37,6 @@ from diffusers.pipelines.ltx2 import LTX2TextConnectors
 from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder
 from transformers import (
     ByT5Tokenizer,
-    CLIPImageProcessorPil,
     CLIPVisionConfig,
     CLIPVisionModel,
     Gemma3Config,
@@ -47,7 +49,21 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from tiny_parts import DECODER, LARGER_PICTURE, TEXT, case, clip, gemma, t5, umt5, wan_vae, word_tokenizer
+from tiny_parts import (
+    DECODER,
+    LARGER_PICTURE,
+    TEXT,
+    VISION,
+    case,
+    clip,
+    clip_pictures,
+    gemma,
+    llava,
+    t5,
+    umt5,
+    wan_vae,
+    word_tokenizer,
+)
 
 CLIP = {"height": 16, "width": 16, "num_frames": 5}
 
@@ -96,29 +112,26 @@ def wan5b() -> WanPipeline:
     return WanPipeline(**umt5(), vae=wan_vae(), scheduler=unipc(), transformer=wan_transformer(), expand_timesteps=True)
 
 
-@case("wan-2.1-i2v", call=CLIP | {"max_sequence_length": 8, "image": LARGER_PICTURE}, needs=("ftfy",), no_copies=True)
+@case(
+    "wan-2.1-i2v",
+    call=CLIP | {"max_sequence_length": 8},
+    pictures=(LARGER_PICTURE,),
+    needs=("ftfy",),
+    no_copies=True,
+)
 def wan_i2v() -> WanImageToVideoPipeline:
     """The picture goes through an image encoder, and through the VAE beside the latents."""
-    vision = CLIPVisionConfig(
-        hidden_size=16,
-        intermediate_size=16,
-        projection_dim=8,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=28,
-        patch_size=14,
-    )
     return WanImageToVideoPipeline(
         **umt5(),
         vae=wan_vae(),
         scheduler=unipc(),
         transformer=wan_transformer(in_channels=12, image_dim=16, added_kv_proj_dim=16),
-        image_encoder=CLIPVisionModel(vision),
-        image_processor=CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=28),
+        image_encoder=CLIPVisionModel(CLIPVisionConfig(**VISION)),
+        image_processor=clip_pictures(),
     )
 
 
-@case("wan-2.2-5b-i2v", call=CLIP | {"max_sequence_length": 8, "image": LARGER_PICTURE}, needs=("ftfy",))
+@case("wan-2.2-5b-i2v", call=CLIP | {"max_sequence_length": 8}, pictures=(LARGER_PICTURE,), needs=("ftfy",))
 def wan5b_i2v() -> WanImageToVideoPipeline:
     """The first latent frame is the picture's: it is overwritten before every model call."""
     return WanImageToVideoPipeline(
@@ -137,10 +150,13 @@ TEMPLATE = {"template": "{}", "crop_start": 0}
 )
 def hunyuan_video() -> HunyuanVideoPipeline:
     return HunyuanVideoPipeline(
-        text_encoder=LlamaModel(LlamaConfig(**DECODER)),
-        tokenizer=word_tokenizer(),
-        **clip("text_encoder_2", length=77),
-        vae=AutoencoderKLHunyuanVideo(
+        text_encoder=LlamaModel(LlamaConfig(**DECODER)), tokenizer=word_tokenizer(), **hunyuan_parts(in_channels=4)
+    )
+
+
+def hunyuan_parts(**transformer: Any) -> dict[str, Any]:
+    return clip("text_encoder_2", length=77) | {
+        "vae": AutoencoderKLHunyuanVideo(
             latent_channels=4,
             down_block_types=("HunyuanVideoDownBlock3D",) * 3,
             up_block_types=("HunyuanVideoUpBlock3D",) * 3,
@@ -151,9 +167,8 @@ def hunyuan_video() -> HunyuanVideoPipeline:
             temporal_compression_ratio=4,
             mid_block_add_attention=False,
         ),
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
-        transformer=HunyuanVideoTransformer3DModel(
-            in_channels=4,
+        "scheduler": FlowMatchEulerDiscreteScheduler(shift=7.0),
+        "transformer": HunyuanVideoTransformer3DModel(
             out_channels=4,
             num_attention_heads=2,
             attention_head_dim=8,
@@ -164,8 +179,34 @@ def hunyuan_video() -> HunyuanVideoPipeline:
             text_embed_dim=TEXT,
             pooled_projection_dim=8,
             rope_axes_dim=(2, 2, 4),
+            **transformer,
         ),
-    )
+    }
+
+
+HEADED = {
+    "template": "<image> <|end_header_id|> <|end_header_id|> {} . . . <|end_header_id|>",
+    "crop_start": 4,
+    "image_emb_len": 4,
+    "image_emb_start": 1,
+    "image_emb_end": 5,
+}
+HUNYUAN_I2V = CLIP | {"max_sequence_length": 8, "prompt_template": HEADED}
+EXPECTED_I2V = {"call": HUNYUAN_I2V, "pictures": (LARGER_PICTURE,), "way": "fast_forward", "no_copies": True}
+
+
+@case("hunyuan-video-i2v", **EXPECTED_I2V)
+def hunyuan_i2v() -> HunyuanVideoImageToVideoPipeline:
+    """The picture replaces the first latent frame: steps see the others."""
+    parts = hunyuan_parts(in_channels=4, image_condition_type="token_replace")
+    return HunyuanVideoImageToVideoPipeline(**llava(), **parts)
+
+
+@case("hunyuan-video-i2v-concat", **EXPECTED_I2V)
+def hunyuan_i2v_concat() -> HunyuanVideoImageToVideoPipeline:
+    """The picture lies beside the latents, with a mask."""
+    parts = hunyuan_parts(in_channels=9, image_condition_type="latent_concat")
+    return HunyuanVideoImageToVideoPipeline(**llava(), **parts)
 
 
 LTX = CLIP | {"height": 32, "width": 32, "max_sequence_length": 8}
@@ -202,7 +243,7 @@ def ltx() -> LTXPipeline:
     )
 
 
-@case("ltx-i2v", call=LTX | {"image": LARGER_PICTURE}, way="fast_forward", no_copies=True)
+@case("ltx-i2v", call=LTX, pictures=(LARGER_PICTURE,), way="fast_forward", no_copies=True)
 def ltx_i2v() -> LTXImageToVideoPipeline:
     return LTXImageToVideoPipeline(**ltx().components)
 

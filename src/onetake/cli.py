@@ -86,10 +86,12 @@ def verify(recipe: RecipeArgument = DEFAULT_RECIPE, overrides: SetOption = None)
             loaded.policy, loaded.pipeline_source, loaded.seed, with_reference=loaded.penalty is not None
         )
         policy.pipe.to(device_of(loaded))
+        task = loaded.task.load()
+        policy.check(task.train)
         count = sum(p.numel() for p in trainable(policy).values())
         console.print(f"{loaded.policy.trainable.kind}, {count:,} trainable parameters, one update of recipe {recipe}")
         table = Table("execution", "cosine", "rel. L2", "max abs", "s", "peak MiB", "calls", "forwards", box=None)
-        for row in compare(loaded, policy, loaded.task.load()):
+        for row in compare(loaded, policy, task):
             table.add_row(
                 row.execution,
                 f"{row.cosine:.9f}",
@@ -109,13 +111,19 @@ def sample(
     prompts: Annotated[list[str], typer.Argument(help="What to draw.")],
     out: Annotated[Path, typer.Option(help="Folder for the PNG files.")] = Path("samples"),
     images: Annotated[int, typer.Option(min=1, help="Images of each prompt.")] = 4,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(help="Picture that every prompt brings; repeatable.", exists=True, dir_okay=False),
+    ] = None,
     seed: int = 0,
 ) -> None:
     """Draw prompts with a checkpoint's weights on the plain pipeline."""
+    from onetake.records import Prompt
     from onetake.session import draw
 
+    asked = [Prompt(text, tuple(image or ())) for text in prompts]
     with _errors_in_one_place():
-        for path in draw(checkpoint, prompts, out, images=images, seed=seed):
+        for path in draw(checkpoint, asked, out, images=images, seed=seed):
             console.print(str(path))
 
 

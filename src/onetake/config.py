@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from importlib import resources
 from pathlib import Path
 from typing import Any, get_args
@@ -11,6 +10,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from onetake.recipe import Recipe
+from onetake.records import nearest
 
 
 class RecipeError(ValueError):
@@ -31,7 +31,7 @@ def recipe_text(name: str) -> str:
             raise RecipeError(f"there is no recipe file {path}")
         return path.read_text()
     if name not in recipe_names():
-        raise RecipeError(f"there is no recipe {name!r}{_nearest(name, recipe_names())}; `onetake recipes` lists them")
+        raise RecipeError(f"there is no recipe {name!r}{nearest(name, recipe_names())}; `onetake recipes` lists them")
     return resources.files("onetake").joinpath("recipes", f"{name}.yaml").read_text()
 
 
@@ -118,7 +118,7 @@ def _explain(detail: Any) -> str:
     path = ".".join(keys)
     if detail["type"] == "extra_forbidden":
         known = list(model.model_fields) if model is not None else []
-        return f"{path}: is not a key of the recipe{_nearest(keys[-1], known)}"
+        return f"{path}: is not a key of the recipe{nearest(keys[-1], known)}"
     if detail["type"] == "union_tag_invalid":
         return f"{path}: {detail['ctx']['tag']!r} is none of {detail['ctx']['expected_tags']}"
     if detail["type"] == "union_tag_not_found":
@@ -147,13 +147,6 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for part in get_args(annotation) for model in _models(part)]
-
-
-def _nearest(word: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    if close:
-        return f"; did you mean {close[0]}?"
-    return f"; known are {', '.join(known)}" if known else ""
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from onetake.policies import Policy
-from onetake.records import Address, Config, MicroBatch
+from onetake.records import Address, Config, MicroBatch, Prompt
 from onetake.tasks import Task
 
 
@@ -69,7 +69,7 @@ def diversity(images: Tensor) -> float:
     return float(differences.square().mean(2).sqrt().mean())
 
 
-def chosen_prompts(config: EvaluationConfig, held_out: list[str]) -> list[int]:
+def chosen_prompts(config: EvaluationConfig, held_out: list[Prompt]) -> list[int]:
     """Indices of the evaluated prompts, evenly spaced so that every kind of prompt is there."""
     count = min(config.prompts, len(held_out))
     return [i * len(held_out) // count for i in range(count)]
@@ -95,7 +95,7 @@ def evaluate(policy: Policy, task: Task, config: EvaluationConfig, *, seed: int)
             weight=torch.ones(steps, dtype=torch.float64),
         )
         images.append(policy.rollout(batch, lambda transition: None, grad=False).float().cpu())
-        prompts += [batch.prompt] * config.samples
+        prompts += [batch.prompt.text] * config.samples
         parts.append(task.rewards(images[-1], [batch.prompt] * config.samples))
     policy.calls, policy.forwards = calls, forwards
     return Evaluation(

@@ -6,7 +6,9 @@ T denoising steps, K selected events, D latent dimensions. A suffix such as ``x_
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +30,24 @@ NAMED = BeforeValidator(_name_to_kind)
 """Lets a choice be written by its name alone: ``execution: retain`` means ``execution: {kind: retain}``."""
 
 
+def nearest(word: str, known: list[str]) -> str:
+    """The end of a message about an unknown `word`: which known one may have been meant, or all of them."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean {close[0]}?"
+    return f"; known are {', '.join(known)}" if known else ""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What one group is asked for. Pictures are files, opened when the prompt is sampled, so that no data set fills the memory."""
+
+    text: str
+    images: tuple[Path, ...] = ()
+    negative: str | None = None  # in place of policy.negative_prompt
+    metadata: dict[str, Any] = field(default_factory=dict[str, Any], compare=False)  # for the reward alone
+
+
 @dataclass(frozen=True, kw_only=True)
 class Address:
     """Names a piece of randomness by content, so that its value depends on nothing else (see `noise`)."""
@@ -47,7 +67,7 @@ class MicroBatch:
     address: Address
     group: int  # index of the group in the update
     prompt_index: int  # index of the prompt in the task's list
-    prompt: str
+    prompt: Prompt
     samples: tuple[int, ...]  # (B,) indices inside the group
     stochastic: Tensor  # (B, T) bool: which transitions are drawn (and trained); the others are ODE steps
     weight: Tensor  # (T,) float64: known factor of each event's gradient (1, or Flash-GRPO's rectification)

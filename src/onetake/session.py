@@ -26,7 +26,7 @@ from onetake.parallel import ALONE, World
 from onetake.policies.adapters import apply_weights
 from onetake.policies.diffusion import DiffusionPolicy, load_pipeline
 from onetake.recipe import Recipe
-from onetake.records import Address
+from onetake.records import Address, Prompt
 from onetake.report import write
 from onetake.train import Outcome, Watcher, device_of
 from onetake.train import train as train_recipe
@@ -151,7 +151,7 @@ def closing_lines(outcome: Outcome) -> list[str]:
     return lines
 
 
-def draw(checkpoint: Path, prompts: list[str], out: Path, *, images: int, seed: int) -> list[Path]:
+def draw(checkpoint: Path, prompts: list[Prompt], out: Path, *, images: int, seed: int) -> list[Path]:
     """PNG files (GIF files of videos) of `prompts` with a checkpoint's weights. Raises ValueError if it is no checkpoint."""
     found = find_checkpoint(checkpoint)
     recipe = config.load((found.folder / "config.yaml").read_text())
@@ -168,12 +168,13 @@ def draw(checkpoint: Path, prompts: list[str], out: Path, *, images: int, seed: 
         call=chosen.call,
         output_type="pil",
     )
+    policy.check(prompts)
     out.mkdir(parents=True, exist_ok=True)
     paths = []
     for number, prompt in enumerate(prompts):
         drawn = policy.draw(prompt, [torch.Generator().manual_seed(seed + i) for i in range(images)])
         for i, made in enumerate(drawn):
-            name = f"{number:03d}-{i:02d}-{prompt.replace(' ', '-')[:60].replace('/', '-')}"
+            name = f"{number:03d}-{i:02d}-{prompt.text.replace(' ', '-')[:60].replace('/', '-')}"
             paths.append(save_drawn(made, out / name))
     return paths
 

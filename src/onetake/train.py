@@ -108,6 +108,7 @@ class Run:
         self.policy = DiffusionPolicy.from_config(
             recipe.policy, recipe.pipeline_source, recipe.seed, with_reference=recipe.penalty is not None
         )
+        self.policy.check(self.task.train + self.task.held_out)
         self.policy.pipe.to(device_of(recipe))
         self.execution: Execution = EXECUTIONS[recipe.execution](recipe.penalty)
         self.parameters = list(trainable(self.policy).values())

@@ -134,7 +134,7 @@ def _first_difference(policy: Policy, rollout: Rollout) -> str | None:
         for old in transitions:
             cause = _difference(old, policy.score(batch, old).detached())
             if cause is not None:
-                return f"event {old.index} of group {batch.group} ({batch.prompt!r}): {cause}"
+                return f"event {old.index} of group {batch.group} ({batch.prompt.text!r}): {cause}"
     return None
 
 

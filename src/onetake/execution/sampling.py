@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -14,7 +15,7 @@ from onetake.noise import choice, prompt_indices
 from onetake.objectives import Kl, Objective
 from onetake.parallel import ALONE, Layout, LayoutKind, World
 from onetake.policies import Policy
-from onetake.records import Address, Config, MicroBatch, Rollout, Transition
+from onetake.records import Address, Config, MicroBatch, Prompt, Rollout, Transition
 from onetake.rewards import Rewards
 from onetake.selection import Selection
 
@@ -62,7 +63,7 @@ class RolloutConfig(Config):
 
 def deal(
     config: RolloutConfig,
-    prompts: list[str],
+    prompts: Sequence[Prompt],
     policy: Policy,
     selection: Selection,
     objective: Objective,
@@ -95,7 +96,7 @@ def deal(
     return batches
 
 
-def redeal(batches: list[MicroBatch], groups: set[int], prompts: list[str], attempt: int) -> list[MicroBatch]:
+def redeal(batches: list[MicroBatch], groups: set[int], prompts: Sequence[Prompt], attempt: int) -> list[MicroBatch]:
     """The micro-batches of `groups` again, with other prompts and other noise and the same selected events."""
     address = batches[0].address
     order = torch.randperm(len(prompts), generator=choice(address, "prompts again", attempt)).tolist()

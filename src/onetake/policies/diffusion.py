@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import torch
 from diffusers import DiffusionPipeline
+from diffusers.utils import load_image
 from diffusers.utils.logging import disable_progress_bar
+from PIL import Image
 from pydantic import Field
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -20,12 +23,14 @@ from onetake.noise import start_generators
 from onetake.policies import Observer
 from onetake.policies.adapters import Lora, Trainable, adapters_off
 from onetake.policies.episode import Episode
-from onetake.policies.families import embed, family_of, refuse, transformers_of
+from onetake.policies.families import embeddings, family_of, refuse, refuse_prompts, transformers_of, unused_negative
 from onetake.policies.finish import DpmSolver, Euler, Finish
 from onetake.policies.scheduler import Finished, RolloutScheduler
-from onetake.records import Config, Entry, MicroBatch, Transition
+from onetake.records import Config, Entry, MicroBatch, Prompt, Transition
 from onetake.transitions import Flow, Kernel, StochasticKernel
 
+EMBEDDED = 256
+"""Prompts whose embeddings are kept; those of the largest text encoders take some ten megabytes each."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -51,6 +56,7 @@ class PolicyConfig(Config):
         taken = {
             "prompt",
             "negative_prompt",
+            "image",
             "guidance_scale",
             "num_inference_steps",
             "generator",
@@ -117,6 +123,8 @@ class DiffusionPolicy:
         self._call_arguments = self._family.call | (call or {})
         self._output_type = output_type
         refuse(pipe, self._family, self._call_arguments)
+        if negative_prompt and not self._guided:
+            raise ValueError(f"policy.negative_prompt: {unused_negative(pipe)}")
         self.ways = self._family.ways
         if any(self._call_arguments.get(name) is not None for name in self._family.indexed):
             self.ways = ("fast_forward",)
@@ -129,7 +137,7 @@ class DiffusionPolicy:
             pipe.guider = pipe.guider.new(guidance_scale=guidance)
         if self._family.decode_one_by_one:
             pipe.vae.enable_slicing()
-        self._embeds: dict[str, dict[str, Any] | None] = {}
+        self._embedded = lru_cache(EMBEDDED)(self._embed)
         self._sigmas: list[float] | None = None
         trained = transformers_of(pipe)
         self._module = nn.ModuleDict(trained) if len(trained) > 1 else next(iter(trained.values()))
@@ -185,8 +193,9 @@ class DiffusionPolicy:
     @property
     def sigmas(self) -> list[float]:
         if self._sigmas is None:
-            with self.scheduler.schedule_only():
-                self._call_pipeline(self.pipe, self._arguments([""], [torch.Generator()], self._steps))
+            fewest, _ = self._family.pictures
+            grey = [Image.new("RGB", (64, 64), "grey")] * fewest  # levels depend on the output's size alone
+            self._schedule(self._words(Prompt(""), 1) | self._family.image(grey, 1))
             self._sigmas = self.scheduler.grid
         return self._sigmas
 
@@ -198,31 +207,48 @@ class DiffusionPolicy:
             self.forwards += rows
             self.trained_forwards += rows * torch.is_grad_enabled()
 
-    def _prompt_arguments(self, prompt: str, rows: int) -> dict[str, Any]:
-        """The prompt as the call takes it, for `rows` samples. Embedded once per prompt, then cached."""
-        if prompt not in self._embeds:
-            with torch.no_grad():
-                self._embeds[prompt] = embed(
-                    self.pipe,
-                    self._family,
-                    prompt,
-                    self._negative_prompt,
-                    guided=self._guided,
-                    call=self._call_arguments,
-                )
-        embeds = self._embeds[prompt]
-        if embeds is None:
-            negative = {"negative_prompt": [self._negative_prompt] * rows} if self._guided else {}
-            return {"prompt": [prompt] * rows, **negative}
-        return {
+    def check(self, prompts: Iterable[Prompt]) -> None:
+        """Raises ValueError if the pipeline could not be called with each of these prompts, naming the first."""
+        refuse_prompts(self.pipe, self._family, self._call_arguments, prompts, guided=self._guided)
+
+    def _condition(self, prompt: Prompt, rows: int) -> dict[str, Any]:
+        """The prompt as the call takes it, for `rows` samples. Its pictures are read anew at every call."""
+        image = self._family.image(_opened(prompt), rows)
+        if not self._family.embeds:
+            return self._words(prompt, rows) | image
+        embeds = self._embedded(prompt)
+        if self._family.copies:
+            return embeds | image | {"num_images_per_prompt": rows}
+        return image | {
             name: value.repeat_interleave(rows, 0) if isinstance(value, Tensor) else value * rows
             for name, value in embeds.items()
         }
 
+    def _words(self, prompt: Prompt, rows: int) -> dict[str, Any]:
+        negative = self._negative_prompt if prompt.negative is None else prompt.negative
+        return {"prompt": [prompt.text] * rows} | ({"negative_prompt": [negative] * rows} if self._guided else {})
+
+    def _embed(self, prompt: Prompt) -> dict[str, Any]:
+        """What ``encode_prompt`` makes in a call with the prompt's text: it gets what the call hands on to it, pictures too."""
+        encode, made = self.pipe.encode_prompt, []
+        self.pipe.encode_prompt = lambda *args, **kwargs: made.append(encode(*args, **kwargs)) or made[-1]
+        try:
+            self._schedule(self._words(prompt, 1) | self._family.image(_opened(prompt), 1))
+        finally:
+            self.pipe.encode_prompt = encode
+        return embeddings(self.pipe, self._family, made)
+
+    def _schedule(self, condition: dict[str, Any]) -> None:
+        """A call for one sample, up to where its schedule is known; every pipeline embeds its prompt before."""
+        with self.scheduler.schedule_only():
+            self._call_pipeline(self.pipe, self._arguments(condition, [torch.Generator()], self._steps))
+
     @property
     def _guided(self) -> bool:
-        """Whether the pipeline is going to use a negative prompt."""
+        """Whether the pipeline is going to use a negative prompt that it is given."""
         family = self._family
+        if "negative_prompt" not in inspect.signature(self.pipe.__call__).parameters:
+            return False
         if family.guidance is None:
             return self._guidance > 1
         if family.negative is None:
@@ -230,18 +256,16 @@ class DiffusionPolicy:
         asked = {family.guidance: self._guidance, **self._call_arguments}
         return asked.get(family.negative, 1.0) > 1
 
-    def _arguments(self, prompts: list[str], generators: list[torch.Generator], steps: int) -> dict[str, Any]:
+    def _arguments(self, condition: dict[str, Any], generators: list[torch.Generator], steps: int) -> dict[str, Any]:
         guidance = {} if self._family.guidance is None else {self._family.guidance: self._guidance}
-        each = {name: [self._call_arguments[name]] * len(prompts) for name in self._family.each}
         return {
-            **self._prompt_arguments(prompts[0], len(prompts)),
             **guidance,
             "generator": generators,
             "num_inference_steps": steps,
             "output_type": self._output_type,
             "return_dict": False,
             **self._call_arguments,
-            **each,
+            **condition,
         }
 
     def _call_pipeline(self, pipe: DiffusionPipeline, arguments: dict[str, Any]) -> Tensor | None:
@@ -272,9 +296,10 @@ class DiffusionPolicy:
         assert episode.reached is not None
         return Entry(index=batch.first, sample=episode.reached)
 
-    def draw(self, prompt: str, generators: list[torch.Generator]) -> Any:
+    def draw(self, prompt: Prompt, generators: list[torch.Generator]) -> Any:
         """What the pipeline makes of `prompt` without events, one output for each generator, in the policy's output type."""
-        outputs = self._call_pipeline(self.pipe, self._arguments([prompt] * len(generators), generators, self._steps))
+        arguments = self._arguments(self._condition(prompt, len(generators)), generators, self._steps)
+        outputs = self._call_pipeline(self.pipe, arguments)
         assert outputs is not None
         return outputs
 
@@ -293,9 +318,8 @@ class DiffusionPolicy:
     def _play(self, pipe: DiffusionPipeline, episode: Episode) -> Tensor | None:
         """One call of `pipe`, from where the episode begins; None if it ended before the decoding."""
         batch, begin = episode.batch, episode.begin
-        arguments = self._arguments(
-            [batch.prompt] * len(batch.samples), start_generators(batch), batch.stochastic.shape[1]
-        )
+        condition = self._condition(batch.prompt, len(batch.samples))
+        arguments = self._arguments(condition, start_generators(batch), batch.stochastic.shape[1])
         skippable = nullcontext()
         if begin is not None and self.way == "tail":
             arguments["latents"] = begin.sample.expand(len(batch.samples), *begin.sample.shape[1:]).clone()
@@ -327,6 +351,10 @@ class DiffusionPolicy:
             return forward(*args, **kwargs)
         latents = args[0] if args else kwargs["hidden_states"]
         return tree_map(partial(_zeros, rows=len(latents)), self._answers[model], is_leaf=_is_rows)
+
+
+def _opened(prompt: Prompt) -> list[Image.Image]:
+    return [load_image(str(path)) for path in prompt.images]
 
 
 def _is_rows(answer: Any) -> bool:

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from diffusers.models.cache_utils import CacheMixin
+from PIL.Image import Image
 from torch import Tensor, nn
+
+from onetake.records import Prompt
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 """Names that diffusers gives to the linear layers of attention, image side and text side."""
@@ -33,8 +36,12 @@ class Family:
     """Call argument that ``policy.guidance`` sets. None: it belongs to the pipeline's ``guider`` component."""
     negative: str | None = "guidance_scale"
     """Call argument that turns the negative prompt on, above 1. None: the pipeline knows no negative prompt."""
-    each: tuple[str, ...] = ()
-    """Call arguments of which the call wants one for every output, not one for all."""
+    pictures: tuple[int, int | None] = (0, 0)
+    """Fewest and most pictures that a prompt brings, for the call's ``image``; None: any number, as a list."""
+    picture_each: bool = False
+    """``image`` is a list with the prompt's picture once for every output."""
+    copies: bool = False
+    """The call takes a single prompt; several outputs of it are its ``num_images_per_prompt``."""
     ways: tuple[str, ...] = ("tail", "fast_forward")
     """Ways to re-score that may hold; a ``latents`` argument that is rescaled, blended or ignored rules ``tail`` out."""
     indexed: tuple[str, ...] = ()
@@ -51,6 +58,14 @@ class Family:
     """The VAE decodes samples one at a time."""
     call: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the call."""
+
+    def image(self, pictures: list[Image], rows: int) -> dict[str, Any]:
+        """The pictures of one prompt as the call takes them, for `rows` outputs."""
+        if not pictures:
+            return {}
+        if self.picture_each:
+            return {"image": pictures * rows}
+        return {"image": pictures if self.pictures[1] is None else pictures[0]}
 
 
 def _picture_frame(pipe: Any, latent: Tensor) -> Tensor:
@@ -79,6 +94,18 @@ _NO_LATENTS = ("fast_forward",)  # the call takes latents in another layout than
 _LAST_TEXT = (
     r"transformer_blocks\.{last}\.(attn\.(to_add_out|add_q_proj|norm_added_q)|txt_mlp|ff_context|norm2_context)\..*"
 )
+_QWEN = Family(
+    embeds=("prompt_embeds", "prompt_embeds_mask"),
+    negative_apart=True,
+    guidance="true_cfg_scale",
+    negative="true_cfg_scale",
+    unused=_LAST_TEXT,
+)
+_HUNYUAN = Family(
+    embeds=("prompt_embeds", "pooled_prompt_embeds", "prompt_attention_mask"),
+    negative_apart=True,
+    negative="true_cfg_scale",
+)
 
 FAMILIES: dict[str, Family] = {
     "StableDiffusion3Pipeline": Family(
@@ -87,23 +114,22 @@ FAMILIES: dict[str, Family] = {
     ),
     "FluxPipeline": _FLUX,
     "WanPipeline": Family(embeds=_PROMPTS),
-    "QwenImagePipeline": Family(
-        embeds=("prompt_embeds", "prompt_embeds_mask"),
-        negative_apart=True,
-        guidance="true_cfg_scale",
-        negative="true_cfg_scale",
-        unused=_LAST_TEXT,
-    ),
-    "WanImageToVideoPipeline": Family(embeds=_PROMPTS, overwritten=_picture_frame),
-    "HunyuanVideoPipeline": Family(
-        embeds=("prompt_embeds", "pooled_prompt_embeds", "prompt_attention_mask"),
-        negative_apart=True,
-        negative="true_cfg_scale",
+    "QwenImagePipeline": _QWEN,
+    "QwenImageEditPipeline": replace(_QWEN, pictures=(1, 1)),
+    "QwenImageEditPlusPipeline": replace(_QWEN, pictures=(1, None), copies=True),
+    "WanImageToVideoPipeline": Family(embeds=_PROMPTS, pictures=(1, 1), overwritten=_picture_frame),
+    "HunyuanVideoPipeline": _HUNYUAN,
+    "HunyuanVideoImageToVideoPipeline": replace(
+        _HUNYUAN,
+        pictures=(1, 1),
+        picture_each=True,
+        ways=("fast_forward",),  # latents are blended with the picture's, or steps see the frames after it
     ),
     "LTXPipeline": Family(embeds=_MASKED_PROMPTS),
     "LTXImageToVideoPipeline": Family(
         embeds=_MASKED_PROMPTS,
-        each=("image",),
+        pictures=(1, 1),
+        picture_each=True,
         ways=("fast_forward",),  # steps see the frames after the picture's
     ),
     "ZImagePipeline": Family(embeds=_PROMPTS),
@@ -126,7 +152,7 @@ FAMILIES: dict[str, Family] = {
         no_checkpointing="diffusers runs its single blocks without their attention mask then",
     ),
     "CogView4Pipeline": Family(embeds=_PROMPTS),
-    "FluxKontextPipeline": _FLUX,
+    "FluxKontextPipeline": replace(_FLUX, pictures=(0, 1)),
     "Flux2Pipeline": Family(
         embeds=("prompt_embeds", "text_ids"),
         negative_apart=True,
@@ -203,9 +229,52 @@ def refuse(pipe: Any, family: Family, call: Mapping[str, Any]) -> None:
         raise ValueError(f"policy.call.{family.guidance}: is what policy.guidance sets for {name}; use that")
 
 
+def refuse_prompts(
+    pipe: Any, family: Family, call: Mapping[str, Any], prompts: Iterable[Prompt], *, guided: bool
+) -> None:
+    """Raises ValueError if the pipeline could not be called with each of these prompts, naming the first."""
+    name, accepted = type(pipe).__name__, inspect.signature(pipe.__call__).parameters
+    fewest, most = family.pictures
+    takes: dict[tuple[int, int | None], str] = {
+        (0, 0): "no picture",
+        (0, 1): "at most one picture",
+        (1, 1): "one picture",
+    }
+    free = [
+        side for side in ("height", "width") if side in accepted and (call.get(side) or accepted[side].default) is None
+    ]
+    for prompt in prompts:
+        brings = len(prompt.images)
+        if brings < fewest or (most is not None and brings > most):
+            raise ValueError(
+                f"task: {name} takes {takes.get(family.pictures, 'one or more pictures')} for a prompt, and {prompt.text!r} "
+                f"brings {brings or 'none'} (image: in its line of a .jsonl file, --image of onetake sample)"
+            )
+        if prompt.negative and not guided:
+            raise ValueError(f"task: the negative prompt of {prompt.text!r}: {unused_negative(pipe)}")
+        if prompt.images and free:
+            raise ValueError(
+                f"policy.call.{free[0]}: {name} would take it from each prompt's picture, and the outputs of a run have one "
+                "size; set height and width"
+            )
+
+
+def unused_negative(pipe: Any) -> str:
+    """The end of a message about a negative prompt that would be ignored."""
+    return (
+        f"{type(pipe).__name__} would not use it as it is called here; leave it out, or turn it on as the table in "
+        "docs/families.md says"
+    )
+
+
 def family_of(pipe: Any) -> Family:
     """The pipeline's row, or the defaults of one: then nothing is known that would make ``tail`` safe."""
-    return FAMILIES.get(type(pipe).__name__, Family(ways=("fast_forward",)))
+    known = FAMILIES.get(type(pipe).__name__)
+    if known is not None:
+        return known
+    image = inspect.signature(pipe.__call__).parameters.get("image")
+    pictures = (0, 0) if image is None else (int(image.default is inspect.Parameter.empty), 1)
+    return Family(ways=("fast_forward",), pictures=pictures)
 
 
 def transformers_of(pipe: Any) -> dict[str, nn.Module]:
@@ -232,38 +301,19 @@ def unused_parameters(model: nn.Module, family: Family) -> re.Pattern[str]:
     return re.compile(family.unused.replace("{last}", str(max(blocks, default=0))))
 
 
-def embed(
-    pipe: Any, family: Family, prompt: str, negative_prompt: str, *, guided: bool, call: Mapping[str, Any]
-) -> dict[str, Any] | None:
-    """Call arguments that replace the prompt's text, one row each; None if the family's prompts stay text.
-
-    ``encode_prompt`` gets the arguments that the call would hand on: `call`'s, or else the call's own defaults, which
-    differ from those of ``encode_prompt``.
-    """
-    if not family.embeds:
-        return None
-    taken = inspect.signature(pipe.encode_prompt).parameters
-    offered = {name: p.default for name, p in inspect.signature(pipe.__call__).parameters.items()} | dict(call)
-    shared = {
-        name: offered[name]
-        for name in taken.keys() & offered.keys() - set(family.embeds)
-        if name not in ("prompt", "negative_prompt", "device") and not name.endswith(("_embeds", "_per_prompt"))
-    }
+def embeddings(pipe: Any, family: Family, made: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """Call arguments that replace the prompt's text, one row each, from what ``encode_prompt`` returned, call by call."""
+    values = dict(zip(family.embeds, made[0], strict=True))
     if family.negative_apart:
-        values = dict(zip(family.embeds, pipe.encode_prompt(prompt=prompt, **shared), strict=True))
-        if guided:
-            other = pipe.encode_prompt(prompt=negative_prompt, **shared)
-            values |= {f"negative_{name}": value for name, value in zip(family.embeds, other, strict=True)}
-    else:
-        both = pipe.encode_prompt(
-            prompt=prompt, negative_prompt=negative_prompt, do_classifier_free_guidance=guided, **shared
-        )
-        values = dict(zip(family.embeds, both, strict=True))
+        values |= {
+            f"negative_{name}": value for other in made[1:] for name, value in zip(family.embeds, other, strict=True)
+        }
     for name, value in values.items():
         if value is None and name.endswith("_embeds_mask"):  # nothing is padded; the call would warn without a mask
-            embeds = values[name.removesuffix("_mask")]
+            embeds: Tensor = values[name.removesuffix("_mask")]
             values[name] = embeds.new_ones(embeds.shape[:2], dtype=torch.long)
-    return {name: value for name, value in values.items() if name in offered and _is_given(value)}
+    accepted = inspect.signature(pipe.__call__).parameters
+    return {name: value for name, value in values.items() if name in accepted and _is_given(value)}
 
 
 def _is_given(value: Any) -> bool:

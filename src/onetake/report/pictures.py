@@ -48,10 +48,7 @@ def section(runs: Sequence[Run]) -> str:
 
 def subset(rows: Sequence[tuple[str, int]], limit: int = CARDS) -> list[int]:
     """Row numbers of the first sample of up to `limit` prompts, evenly spaced over the prompts in their order."""
-    first: dict[str, int] = {}
-    for i, (prompt, _) in enumerate(rows):
-        first.setdefault(prompt, i)
-    rows_of_prompts = list(first.values())
+    rows_of_prompts = [i for i, (_, sample) in enumerate(rows) if sample == 0]  # equal texts are prompts of their own
     n = min(limit, len(rows_of_prompts))
     return [rows_of_prompts[i * len(rows_of_prompts) // n] for i in range(n)]
 
@@ -77,7 +74,7 @@ def _same_start(runs: Sequence[Run]) -> bool:
 
 
 def _note(runs: Sequence[Run], columns: Sequence[Column], cards: int) -> str:
-    prompts = len({prompt for prompt, _ in columns[0].pictures.rows})
+    prompts = sum(sample == 0 for _, sample in columns[0].pictures.rows)
     chosen = (
         f"The first sample of every one of the {prompts} held-out prompts."
         if cards == prompts

@@ -1,23 +1,26 @@
 """Rewards score what a policy made. A reward is any callable ``(images, prompts) -> scores``.
 
-images (B, 3, H, W) float in [0, 1]; prompts: B strings; scores (B,). A reward of your own is named in the recipe as
-``module:function``. A score is never invented: a reward that fails, stops the update.
+images (B, 3, H, W) float in [0, 1]; prompts: B strings; scores (B,). One with a parameter ``metadata`` is also given what the
+prompts' lines say there: B dictionaries. A reward of your own is named in the recipe as ``module:function``. A score is never
+invented: a reward that fails, stops the update.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor
 
+from onetake.records import Prompt
 from onetake.rewards.clip import ClipScore, pickscore
 from onetake.rewards.jpeg import jpeg_size
 
-Reward = Callable[[Tensor, list[str]], Tensor]
+Reward = Callable[..., Tensor]
 
 REWARDS: dict[str, Reward] = {"jpeg": jpeg_size, "pickscore": pickscore(None)}
 """By name alone."""
@@ -55,7 +58,7 @@ class Rewards:
     functions: dict[str, Reward]
     weights: dict[str, float]
 
-    def __call__(self, images: Tensor, prompts: list[str]) -> dict[str, Tensor]:
+    def __call__(self, images: Tensor, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         """Name → (B,) float64 scores. Raises ValueError as `scores` does, naming the reward."""
         return {name: scores(name, reward, images, prompts) for name, reward in self.functions.items()}
 
@@ -64,15 +67,21 @@ class Rewards:
         return sum((self.weights[name] * parts[name] for name in self.functions), start=torch.zeros(()).double())
 
 
+def takes_metadata(reward: Reward) -> bool:
+    """Whether the reward wants the prompts' metadata beside their text."""
+    return "metadata" in inspect.signature(reward).parameters
+
+
 def load_rewards(names: str | dict[str, float]) -> Rewards:
     """One reward by its name, or several by name and weight. Raises ValueError as `load_reward` does."""
     weights = {names: 1.0} if isinstance(names, str) else names
     return Rewards(functions={name: load_reward(name) for name in weights}, weights=weights)
 
 
-def scores(name: str, reward: Reward, images: Tensor, prompts: list[str]) -> Tensor:
+def scores(name: str, reward: Reward, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
     """(B,) float64 scores. Raises ValueError for a wrong length or a score that is not finite, naming the prompt."""
-    values = torch.as_tensor(reward(images, prompts)).detach().double().cpu()
+    metadata = {"metadata": [prompt.metadata for prompt in prompts]} if takes_metadata(reward) else {}
+    values = torch.as_tensor(reward(images, [prompt.text for prompt in prompts], **metadata)).detach().double().cpu()
     if values.shape != (len(prompts),):
         raise ValueError(
             f"the reward {name} returned shape {tuple(values.shape)} for {len(prompts)} images; it must be ({len(prompts)},)"
@@ -80,7 +89,7 @@ def scores(name: str, reward: Reward, images: Tensor, prompts: list[str]) -> Ten
     if not values.isfinite().all():
         bad = int((~values.isfinite()).nonzero()[0])
         raise ValueError(
-            f"the reward {name} returned {float(values[bad])} for image {bad} of prompt {prompts[bad]!r}; the update is stopped, "
-            "nothing was trained on it and the last checkpoint stands"
+            f"the reward {name} returned {float(values[bad])} for image {bad} of prompt {prompts[bad].text!r}; the update is "
+            "stopped, nothing was trained on it and the last checkpoint stands"
         )
     return values

@@ -13,11 +13,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from onetake.records import NAMED, Config
+from onetake.records import NAMED, Config, Prompt
 from onetake.rewards import Rewards, load_rewards
 from onetake.tasks import motion, shapes
 from onetake.tasks.motion.captions import prompts as motion_prompts
 from onetake.tasks.motion.verify import verify as verify_clip
+from onetake.tasks.prompts import read
 from onetake.tasks.shapes import captions
 from onetake.tasks.shapes.verify import Verdict
 from onetake.tasks.shapes.verify import verify as verify_picture
@@ -30,8 +31,8 @@ BASES = {name: Path(str(task.__file__)).parent / "base" for name, task in (("sha
 class Task:
     """`verdict`, where a task has one, says for a score which of the prompt's constraints an image meets."""
 
-    train: list[str]
-    held_out: list[str]
+    train: list[Prompt]
+    held_out: list[Prompt]
     rewards: Rewards
     success_at: float | None = None
     verdict: Callable[[Tensor, str], Verdict] | None = None
@@ -56,7 +57,8 @@ class ShapesTask(Config):
     def load(self) -> Task:
         families = captions.FAMILIES if self.family == "mixed" else (self.family,)
         train, held_out = (
-            [text for family in families for text in captions.prompts(family, split)] for split in ("train", "held_out")
+            [Prompt(text) for family in families for text in captions.prompts(family, split)]
+            for split in ("train", "held_out")
         )
         rewards = Rewards(
             functions={name: _SHAPES_REWARDS[name] for name in self.reward},
@@ -79,8 +81,8 @@ class MotionTask(Config):
 
     def load(self) -> Task:
         return Task(
-            train=motion_prompts("train"),
-            held_out=motion_prompts("held_out"),
+            train=[Prompt(text) for text in motion_prompts("train")],
+            held_out=[Prompt(text) for text in motion_prompts("held_out")],
             rewards=Rewards(functions={"constraints": motion_reward}, weights={"constraints": 1.0}),
             success_at=1.0,
             verdict=_motion_verdict,
@@ -88,7 +90,10 @@ class MotionTask(Config):
 
 
 class PromptsTask(Config):
-    """Prompts from text files, one a line, and a reward by name, or several by name and weight (see `rewards`)."""
+    """Prompts from files and a reward by name, or several by name and weight (see `rewards`).
+
+    A ``.jsonl`` file holds an object a line (see `prompts.Line`), any other file a prompt's text a line.
+    """
 
     kind: Literal["prompts"] = "prompts"
     train: Path
@@ -101,8 +106,11 @@ class PromptsTask(Config):
         for name, path in (("train", self.train), ("held_out", self.held_out)):
             if not path.is_file():
                 found.append(f"task.{name}: there is no file {path}")
-            elif not _lines(path):
+                continue
+            prompts, wrong = read(path)
+            if not (prompts or wrong):
                 found.append(f"task.{name}: {path} holds no prompt (one a line)")
+            found += [f"task.{name}: {problem}" for problem in wrong]
         try:
             load_rewards(self.reward)
         except ValueError as error:
@@ -111,8 +119,8 @@ class PromptsTask(Config):
 
     def load(self) -> Task:
         return Task(
-            train=_lines(self.train),
-            held_out=_lines(self.held_out),
+            train=read(self.train)[0],
+            held_out=read(self.held_out)[0],
             rewards=load_rewards(self.reward),
             success_at=self.success_at,
         )
@@ -171,7 +179,3 @@ def _judged(
 ) -> Verdict:
     """Rewards that look at different constraints, and the evaluation's record, share one look at the picture."""
     return verify(np.frombuffer(pixels, np.uint8).reshape(shape), prompt)
-
-
-def _lines(path: Path) -> list[str]:
-    return [line.strip() for line in path.read_text().splitlines() if line.strip()]
