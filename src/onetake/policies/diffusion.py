@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from diffusers import DiffusionPipeline
@@ -20,9 +20,11 @@ from onetake.noise import start_generators
 from onetake.policies import Observer
 from onetake.policies.adapters import Lora, Trainable, adapters_off
 from onetake.policies.episode import Episode
-from onetake.policies.families import embed, family_of, refuse, transformers_of
+from onetake.policies.families import embed, family_of, refuse, text_encoders_of, transformers_of
 from onetake.policies.finish import DpmSolver, Euler, Finish
+from onetake.policies.prompts import Embeddings
 from onetake.policies.scheduler import Finished, RolloutScheduler
+from onetake.policies.switches import SWITCH, Compile, Vae, attention_problem, use_attention
 from onetake.records import Config, Entry, MicroBatch, Transition
 from onetake.transitions import Flow, Kernel, StochasticKernel
 
@@ -45,6 +47,12 @@ class PolicyConfig(Config):
     dtype: Literal["float32", "bfloat16"] = "float32"
     trainable: Trainable = Lora()
     gradient_checkpointing: bool = False
+    vae: Vae = Vae()
+    attention: str | None = Field(default=None, description="diffusers' attention backend; None leaves it torch's")
+    compile: Annotated[Compile | None, SWITCH] = None
+    offload_text_encoders: bool = Field(
+        default=False, description="keep text encoders in CPU memory but for the prompts that are not embedded yet"
+    )
 
     def problems(self) -> list[str]:
         """Everything that can be said before the pipeline loads."""
@@ -58,6 +66,8 @@ class PolicyConfig(Config):
             "output_type",
         }
         found = [f"policy.call.{key}: is set by onetake itself; remove it" for key in sorted(taken & set(self.call))]
+        switches = [self.compile and self.compile.problem(), self.attention and attention_problem(self.attention)]
+        found += [problem for problem in switches if problem]
         if self.dtype != "float32" and self.trainable.kind == "full":
             found.append(
                 f"policy.trainable: full trains float32 weights, but policy.dtype: {self.dtype} would round them; "
@@ -84,6 +94,10 @@ def load_pipeline(source: str, config: PolicyConfig) -> DiffusionPipeline:
     if config.scheduler:
         pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, **config.scheduler)
     pipe.set_progress_bar_config(disable=True)
+    config.vae.apply(pipe.vae)
+    if config.attention is not None:
+        for model in transformers_of(pipe).values():
+            use_attention(model, config.attention)
     return pipe
 
 
@@ -105,8 +119,10 @@ class DiffusionPolicy:
         output_type: str = "pt",
         finish: DpmSolver | None = None,
         frozen: dict[str, nn.Module] | None = None,
+        offload_text_encoders: bool = False,
     ) -> None:
         """`frozen` holds the reference's transformers; without it, the reference is the transformers with adapters off.
+        With `offload_text_encoders` these leave the CPU only while prompts are embedded.
 
         Raises ValueError if the pipeline is not one that can be trained, or does not take an argument of `call`.
         """
@@ -129,7 +145,12 @@ class DiffusionPolicy:
             pipe.guider = pipe.guider.new(guidance_scale=guidance)
         if self._family.decode_one_by_one:
             pipe.vae.enable_slicing()
-        self._embeds: dict[str, dict[str, Any] | None] = {}
+        self._embeds = Embeddings(self._embed, text_encoders_of(pipe) if offload_text_encoders else ())
+        if offload_text_encoders and not self._family.embeds:
+            raise ValueError(
+                f"policy.offload_text_encoders: {type(pipe).__name__} embeds its prompts anew at every call, for want of a row in "
+                "policies/families.py; leave it out"
+            )
         self._sigmas: list[float] | None = None
         trained = transformers_of(pipe)
         self._module = nn.ModuleDict(trained) if len(trained) > 1 else next(iter(trained.values()))
@@ -167,6 +188,9 @@ class DiffusionPolicy:
         if config.gradient_checkpointing:
             for model in models.values():
                 model.enable_gradient_checkpointing()
+        if config.compile is not None:
+            for model in models.values():
+                config.compile.apply(model)
         return cls(
             pipe,
             kernel=config.kernel,
@@ -176,7 +200,15 @@ class DiffusionPolicy:
             call=config.call,
             finish=config.finish if isinstance(config.finish, DpmSolver) else None,
             frozen=frozen,
+            offload_text_encoders=config.offload_text_encoders,
         )
+
+    def to(self, device: torch.device) -> None:
+        """Move all models there, a frozen reference's too, but for text encoders that are offloaded."""
+        models = [*self.pipe.components.values(), *(self._frozen or {}).values()]
+        for model in models:
+            if isinstance(model, nn.Module) and model not in self._embeds.offloaded:
+                model.to(device)
 
     @property
     def module(self) -> nn.Module:
@@ -198,19 +230,17 @@ class DiffusionPolicy:
             self.forwards += rows
             self.trained_forwards += rows * torch.is_grad_enabled()
 
+    def embed(self, prompts: Iterable[str]) -> None:
+        """Ahead of sampling, so that offloaded text encoders move once for all of them."""
+        self._embeds.add(prompts, self._device)
+
+    def _embed(self, prompt: str) -> dict[str, Any] | None:
+        negative = self._negative_prompt
+        return embed(self.pipe, self._family, prompt, negative, guided=self._guided, call=self._call_arguments)
+
     def _prompt_arguments(self, prompt: str, rows: int) -> dict[str, Any]:
-        """The prompt as the call takes it, for `rows` samples. Embedded once per prompt, then cached."""
-        if prompt not in self._embeds:
-            with torch.no_grad():
-                self._embeds[prompt] = embed(
-                    self.pipe,
-                    self._family,
-                    prompt,
-                    self._negative_prompt,
-                    guided=self._guided,
-                    call=self._call_arguments,
-                )
-        embeds = self._embeds[prompt]
+        """The prompt as the call takes it, for `rows` samples. Embedded once, then cached."""
+        embeds = self._embeds.of(prompt, self._device)
         if embeds is None:
             negative = {"negative_prompt": [self._negative_prompt] * rows} if self._guided else {}
             return {"prompt": [prompt] * rows, **negative}
@@ -218,6 +248,10 @@ class DiffusionPolicy:
             name: value.repeat_interleave(rows, 0) if isinstance(value, Tensor) else value * rows
             for name, value in embeds.items()
         }
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.module.parameters()).device
 
     @property
     def _guided(self) -> bool:

@@ -226,6 +226,11 @@ def transformers_of(pipe: Any) -> dict[str, nn.Module]:
     return found
 
 
+def text_encoders_of(pipe: Any) -> list[nn.Module]:
+    """Those that it has, which may be fewer than it takes."""
+    return [m for name, m in pipe.components.items() if name.startswith("text_encoder") and m is not None]
+
+
 def unused_parameters(model: nn.Module, family: Family) -> re.Pattern[str]:
     """Matches the names of parameters that no output of the model depends on."""
     blocks = [int(n) for name, _ in model.named_parameters() for n in re.findall(r"^transformer_blocks\.(\d+)\.", name)]
