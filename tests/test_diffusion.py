@@ -17,6 +17,7 @@ from onetake.objectives import Grpo, Kl
 from onetake.policies import trainable
 from onetake.policies.adapters import Full, Lora, apply_weights
 from onetake.policies.diffusion import DiffusionPolicy
+from onetake.policies.prompts import Embeddings
 from onetake.records import Address
 from onetake.selection import All, Single, Window
 from onetake.transitions import Cps, Flow
@@ -71,7 +72,7 @@ def test_guidance_changes_pixels_and_embeddings_equal_prompts():
     for guidance in (1.0, 3.0):
         policy = policy_on(guidance=guidance)
         images[guidance] = policy.rollout(ode_batch(policy), pytest.fail, grad=False)
-        policy._embeds = {prompt: None for prompt in PROMPTS}  # falls back to the text itself
+        policy._embeds = Embeddings(lambda prompt: None)  # falls back to the text itself
         by_text = policy.rollout(ode_batch(policy), pytest.fail, grad=False)
         torch.testing.assert_close(images[guidance], by_text, rtol=0, atol=1e-5)  # encoders see two rows, not one
     assert not torch.equal(images[1.0], images[3.0])
