@@ -187,7 +187,7 @@ def test_compiled_blocks_with_autograd_traced(policy, name):
     compiled_against_eager(policy, name, "aot_eager", torch.float64)
 
 
-@whatever_dynamo_warns_of
+@pytest.mark.filterwarnings("ignore")  # inductor's
 @pytest.mark.slow  # a C++ compiler's minutes
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_inductor_passes_the_preflight(policy, dtype):
