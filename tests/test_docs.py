@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,28 @@ def test_metrics_page_is_the_code():
 def test_links_and_pictures_exist(page):
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def commands() -> list[list[str]]:
+    """Words of every ``onetake train`` of docs/large.md after these two."""
+    text = (ROOT / "docs" / "large.md").read_text().replace("\\\n", "")
+    return [shlex.split(line) for line in re.findall(r"^onetake train (.*)$", text, re.M)]
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_commands_for_large_models_are_valid(words, tmp_path, monkeypatch):
+    """The recipe with its changes, on as many ranks as the command starts."""
+    (tmp_path / "prompts").mkdir()
+    for name in ("train", "test"):
+        (tmp_path / "prompts" / f"{name}.txt").write_text("a cat\n")
+    (tmp_path / "mine.py").write_text("def score(images, prompts):\n    return images.flatten(1).mean(1)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    name, *options = words
+    pairs = list(zip(options[::2], options[1::2], strict=True))
+    assert {option for option, _ in pairs} <= {"--set", "--nproc"}
+    ranks = next((int(value) for option, value in pairs if option == "--nproc"), 1)
+    config.load(config.recipe_text(name), [value for option, value in pairs if option == "--set"], ranks)
 
 
 def test_documented_recipes_and_commands_exist():

@@ -12,7 +12,7 @@ import torch
 
 from onetake import cli, config
 from onetake.metrics import Log
-from onetake.policies import diffusion
+from onetake.policies import prompts
 from onetake.policies.diffusion import DiffusionPolicy
 from onetake.records import Prompt
 from onetake.rewards import load_rewards
@@ -134,7 +134,7 @@ def test_a_line_replaces_the_negative_prompt():
 
 @pytest.mark.parametrize(("kept", "encoded"), [(2, 2), (1, 3)])
 def test_embeddings_of_so_many_prompts_are_kept(kept, encoded, monkeypatch):
-    monkeypatch.setattr(diffusion, "EMBEDDED", kept)
+    monkeypatch.setattr(prompts, "KEPT", kept)
     policy = policy_on()
     policy.sigmas  # noqa: B018  asks for a text of its own
     encode, calls = policy.pipe.encode_prompt, []

@@ -81,7 +81,7 @@ case(
 
 @case("flux", call=SQUARE | {"max_sequence_length": 8})
 @case("flux-true-cfg", call=SQUARE | {"max_sequence_length": 8, "true_cfg_scale": 2.0})
-def flux() -> FluxPipeline:
+def flux(heads: int = 2, layers: int = 1) -> FluxPipeline:
     return FluxPipeline(
         **clip(),
         **t5("text_encoder_2"),
@@ -89,10 +89,10 @@ def flux() -> FluxPipeline:
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
         transformer=FluxTransformer2DModel(
             in_channels=16,
-            num_layers=1,
-            num_single_layers=1,
+            num_layers=layers,
+            num_single_layers=layers,
             attention_head_dim=8,
-            num_attention_heads=2,
+            num_attention_heads=heads,
             joint_attention_dim=TEXT,
             pooled_projection_dim=8,
             guidance_embeds=True,

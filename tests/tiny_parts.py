@@ -42,7 +42,7 @@ from tiny import WORDS, clip_tokenizer, t5_tokenizer
 class Case:
     """A tiny pipeline, how it is called, and what is expected of it."""
 
-    build: Callable[[], DiffusionPipeline]
+    build: Callable[..., DiffusionPipeline]
     call: dict[str, Any] = field(default_factory=dict)
     guidance: float = 3.0
     way: str = "tail"
@@ -60,21 +60,21 @@ class Case:
 CASES: dict[str, Case] = {}
 
 
-def case(name: str, **expected: Any) -> Callable[[Callable[[], DiffusionPipeline]], Callable[[], DiffusionPipeline]]:
+def case(name: str, **expected: Any) -> Callable[[Callable[..., DiffusionPipeline]], Callable[..., DiffusionPipeline]]:
     """Registers a builder; one builder may stand for several cases."""
 
-    def register(build: Callable[[], DiffusionPipeline]) -> Callable[[], DiffusionPipeline]:
+    def register(build: Callable[..., DiffusionPipeline]) -> Callable[..., DiffusionPipeline]:
         CASES[name] = Case(build=build, **expected)
         return build
 
     return register
 
 
-def tiny(name: str) -> DiffusionPipeline:
-    """The pipeline of a case: the same weights at every call."""
+def tiny(name: str, **size: int) -> DiffusionPipeline:
+    """The pipeline of a case: the same weights at every call. `size` is the builder's, where it takes one."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        pipe = CASES[name].build()
+        pipe = CASES[name].build(**size)
         for component in pipe.components.values():
             if isinstance(component, torch.nn.Module):
                 wake(component)

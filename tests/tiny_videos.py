@@ -68,16 +68,16 @@ from tiny_parts import (
 CLIP = {"height": 16, "width": 16, "num_frames": 5}
 
 
-def wan_transformer(in_channels: int = 4, **image: int) -> WanTransformer3DModel:
+def wan_transformer(in_channels: int = 4, *, heads: int = 2, layers: int = 2, **image: int) -> WanTransformer3DModel:
     return WanTransformer3DModel(
-        num_attention_heads=2,
+        num_attention_heads=heads,
         attention_head_dim=8,
         in_channels=in_channels,
         out_channels=4,
         text_dim=TEXT,
         freq_dim=16,
-        ffn_dim=16,
-        num_layers=2,
+        ffn_dim=8 * heads,
+        num_layers=layers,
         rope_max_seq_len=16,
         **image,
     )
@@ -89,8 +89,8 @@ def unipc() -> UniPCMultistepScheduler:
 
 
 @case("wan-2.1", call=CLIP | {"max_sequence_length": 8})
-def wan() -> WanPipeline:
-    return WanPipeline(**umt5(), vae=wan_vae(), scheduler=unipc(), transformer=wan_transformer())
+def wan(**size: int) -> WanPipeline:
+    return WanPipeline(**umt5(), vae=wan_vae(), scheduler=unipc(), transformer=wan_transformer(**size))
 
 
 @case("wan-2.2", call=CLIP | {"max_sequence_length": 8})

@@ -81,11 +81,12 @@ def verify(recipe: RecipeArgument = DEFAULT_RECIPE, overrides: SetOption = None)
     from onetake.verify import verify as compare
 
     with _errors_in_one_place():
-        loaded = config.load(config.recipe_text(recipe), overrides)
+        every = [*(overrides or []), "execution=reweight"]  # all are run; this is the one that needs most
+        loaded = config.load(config.recipe_text(recipe), every)
         policy = DiffusionPolicy.from_config(
             loaded.policy, loaded.pipeline_source, loaded.seed, with_reference=loaded.penalty is not None
         )
-        policy.pipe.to(device_of(loaded))
+        policy.to(device_of(loaded))
         task = loaded.task.load()
         policy.check(task.train)
         count = sum(p.numel() for p in trainable(policy).values())

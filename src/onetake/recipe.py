@@ -80,6 +80,11 @@ class Recipe(Config):
             found.append(
                 f"device: {self.device} puts all {ranks} ranks on one GPU; with device: cuda (or auto) each takes its own"
             )
+        if self.policy.compile is not None and self.execution == "reweight" and self.rollout.micro_batch > 1:
+            found.append(
+                f"execution: reweight with rollout.micro_batch: {self.rollout.micro_batch} tells trajectories apart inside linear "
+                "layers, which policy.compile replaces; use rollout.micro_batch: 1, execution: retain, or leave policy.compile out"
+            )
         if self.updates % self.updates_per_rollout:
             lower = self.rollouts * self.updates_per_rollout
             found.append(

@@ -109,7 +109,7 @@ class Run:
             recipe.policy, recipe.pipeline_source, recipe.seed, with_reference=recipe.penalty is not None
         )
         self.policy.check(self.task.train + self.task.held_out)
-        self.policy.pipe.to(device_of(recipe))
+        self.policy.to(device_of(recipe))
         self.execution: Execution = EXECUTIONS[recipe.execution](recipe.penalty)
         self.parameters = list(trainable(self.policy).values())
         self.optimizer = Optimizer(recipe.optimizer, trainable(self.policy))
@@ -192,7 +192,9 @@ class Run:
         """This rank's share of the micro-batches."""
         with self.phase(clock, "sampling"):
             decoding = self.policy.decode_seconds
-            rollout = sample(self.policy, self.execution, self.layout.share(dealt, self.world.rank), dealt)
+            share = self.layout.share(dealt, self.world.rank)
+            self.policy.embed(batch.prompt for batch in share)
+            rollout = sample(self.policy, self.execution, share, dealt)
             decoding = self.policy.decode_seconds - decoding
         clock.seconds["sampling"] -= decoding
         clock.seconds["decoding"] += decoding

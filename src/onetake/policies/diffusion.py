@@ -7,8 +7,8 @@ import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache, partial
-from typing import Any, Literal
+from functools import partial
+from typing import Annotated, Any, Literal
 
 import torch
 from diffusers import DiffusionPipeline
@@ -23,14 +23,21 @@ from onetake.noise import start_generators
 from onetake.policies import Observer
 from onetake.policies.adapters import Lora, Trainable, adapters_off
 from onetake.policies.episode import Episode
-from onetake.policies.families import embeddings, family_of, refuse, refuse_prompts, transformers_of, unused_negative
+from onetake.policies.families import (
+    embeddings,
+    family_of,
+    refuse,
+    refuse_prompts,
+    transformers_of,
+    unused_negative,
+)
 from onetake.policies.finish import DpmSolver, Euler, Finish
+from onetake.policies.prompts import Embeddings, Offloaded
 from onetake.policies.scheduler import Finished, RolloutScheduler
+from onetake.policies.switches import SWITCH, Compile, Vae, attention_problem, use_attention
 from onetake.records import Config, Entry, MicroBatch, Prompt, Transition
 from onetake.transitions import Flow, Kernel, StochasticKernel
 
-EMBEDDED = 256
-"""Prompts whose embeddings are kept; those of the largest text encoders take some ten megabytes each."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -50,6 +57,12 @@ class PolicyConfig(Config):
     dtype: Literal["float32", "bfloat16"] = "float32"
     trainable: Trainable = Lora()
     gradient_checkpointing: bool = False
+    vae: Vae = Vae()
+    attention: str | None = Field(default=None, description="diffusers' attention backend; None leaves it torch's")
+    compile: Annotated[Compile | None, SWITCH] = None
+    offload_text_encoders: bool = Field(
+        default=False, description="keep text encoders in CPU memory but for the prompts that are not embedded yet"
+    )
 
     def problems(self) -> list[str]:
         """Everything that can be said before the pipeline loads."""
@@ -64,6 +77,8 @@ class PolicyConfig(Config):
             "output_type",
         }
         found = [f"policy.call.{key}: is set by onetake itself; remove it" for key in sorted(taken & set(self.call))]
+        switches = [self.compile and self.compile.problem(), self.attention and attention_problem(self.attention)]
+        found += [problem for problem in switches if problem]
         if self.dtype != "float32" and self.trainable.kind == "full":
             found.append(
                 f"policy.trainable: full trains float32 weights, but policy.dtype: {self.dtype} would round them; "
@@ -90,6 +105,10 @@ def load_pipeline(source: str, config: PolicyConfig) -> DiffusionPipeline:
     if config.scheduler:
         pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, **config.scheduler)
     pipe.set_progress_bar_config(disable=True)
+    config.vae.apply(pipe.vae)
+    if config.attention is not None:
+        for model in transformers_of(pipe).values():
+            use_attention(model, config.attention)
     return pipe
 
 
@@ -111,8 +130,10 @@ class DiffusionPolicy:
         output_type: str = "pt",
         finish: DpmSolver | None = None,
         frozen: dict[str, nn.Module] | None = None,
+        offload_text_encoders: bool = False,
     ) -> None:
         """`frozen` holds the reference's transformers; without it, the reference is the transformers with adapters off.
+        With `offload_text_encoders` these leave the CPU only while prompts are embedded.
 
         Raises ValueError if the pipeline is not one that can be trained, or does not take an argument of `call`.
         """
@@ -137,7 +158,12 @@ class DiffusionPolicy:
             pipe.guider = pipe.guider.new(guidance_scale=guidance)
         if self._family.decode_one_by_one:
             pipe.vae.enable_slicing()
-        self._embedded = lru_cache(EMBEDDED)(self._embed)
+        self._embeds = Embeddings(self._embed, Offloaded(pipe) if offload_text_encoders else None)
+        if offload_text_encoders and not self._family.embeds:
+            raise ValueError(
+                f"policy.offload_text_encoders: {type(pipe).__name__} embeds its prompts anew at every call, for want of a row in "
+                "policies/families.py; leave it out"
+            )
         self._sigmas: list[float] | None = None
         trained = transformers_of(pipe)
         self._module = nn.ModuleDict(trained) if len(trained) > 1 else next(iter(trained.values()))
@@ -175,6 +201,9 @@ class DiffusionPolicy:
         if config.gradient_checkpointing:
             for model in models.values():
                 model.enable_gradient_checkpointing()
+        if config.compile is not None:
+            for model in models.values():
+                config.compile.apply(model)
         return cls(
             pipe,
             kernel=config.kernel,
@@ -184,7 +213,14 @@ class DiffusionPolicy:
             call=config.call,
             finish=config.finish if isinstance(config.finish, DpmSolver) else None,
             frozen=frozen,
+            offload_text_encoders=config.offload_text_encoders,
         )
+
+    def to(self, device: torch.device) -> None:
+        """Move all models there, a frozen reference's too, but not text encoders that are offloaded."""
+        for model in (*self.pipe.components.values(), *(self._frozen or {}).values()):
+            if isinstance(model, nn.Module):
+                model.to(device)
 
     @property
     def module(self) -> nn.Module:
@@ -195,7 +231,8 @@ class DiffusionPolicy:
         if self._sigmas is None:
             fewest, _ = self._family.pictures
             grey = [Image.new("RGB", (64, 64), "grey")] * fewest  # levels depend on the output's size alone
-            self._schedule(self._words(Prompt(""), 1) | self._family.image(grey, 1))
+            with self._embeds.encoders_on(self._device):
+                self._schedule(self._words(Prompt(""), 1) | self._family.image(grey, 1))
             self._sigmas = self.scheduler.grid
         return self._sigmas
 
@@ -211,12 +248,17 @@ class DiffusionPolicy:
         """Raises ValueError if the pipeline could not be called with each of these prompts, naming the first."""
         refuse_prompts(self.pipe, self._family, self._call_arguments, prompts, guided=self._guided)
 
+    def embed(self, prompts: Iterable[Prompt]) -> None:
+        """Ahead of sampling, so that offloaded text encoders move once for all of them."""
+        if self._family.embeds:
+            self._embeds.add(prompts, self._device)
+
     def _condition(self, prompt: Prompt, rows: int) -> dict[str, Any]:
         """The prompt as the call takes it, for `rows` samples. Its pictures are read anew at every call."""
         image = self._family.image(_opened(prompt), rows)
         if not self._family.embeds:
             return self._words(prompt, rows) | image
-        embeds = self._embedded(prompt)
+        embeds = self._embeds.of(prompt, self._device)
         if self._family.copies:
             return embeds | image | {"num_images_per_prompt": rows}
         return image | {
@@ -242,6 +284,10 @@ class DiffusionPolicy:
         """A call for one sample, up to where its schedule is known; every pipeline embeds its prompt before."""
         with self.scheduler.schedule_only():
             self._call_pipeline(self.pipe, self._arguments(condition, [torch.Generator()], self._steps))
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.module.parameters()).device
 
     @property
     def _guided(self) -> bool:
