@@ -35,7 +35,7 @@ from onetake.transitions import Flow
 class PromptFree(DiffusionPolicy):
     """Random embeddings instead of text encoders, which an update with cached prompts does not run either."""
 
-    def _prompt_arguments(self, prompt: str, rows: int) -> dict[str, torch.Tensor]:
+    def prompt_arguments(self, prompt: str, rows: int) -> dict[str, torch.Tensor]:
         config = self.module.config
         random = torch.Generator().manual_seed(0)
         embeds = torch.randn(1, 24, config.joint_attention_dim, generator=random)

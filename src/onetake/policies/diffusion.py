@@ -66,11 +66,17 @@ class PolicyConfig(Config):
         return found
 
 
-def load_pipeline(source: str, config: PolicyConfig) -> DiffusionPipeline:
-    """Load a diffusers folder or hub repository, its scheduler changed as `config` says. Raises ValueError if it cannot be."""
+def load_pipeline(
+    source: str, config: PolicyConfig, kind: type[DiffusionPipeline] = DiffusionPipeline, **components: nn.Module
+) -> DiffusionPipeline:
+    """Load a diffusers folder or hub repository, its scheduler changed as `config` says. Raises ValueError if it cannot be.
+
+    Given `components` are used as they are, and no file of theirs is opened; `kind` is the pipeline's own class then, since
+    `DiffusionPipeline` overlooks some.
+    """
     disable_progress_bar()  # of loading; ours is the only bar
     try:
-        pipe = DiffusionPipeline.from_pretrained(source, dtype=DTYPES[config.dtype])
+        pipe = kind.from_pretrained(source, dtype=DTYPES[config.dtype], **components)
     except OSError as error:
         raise ValueError(
             f"policy.pipeline: {source!r} is not a folder here, and could not be loaded as a hub repository: {error}"
@@ -145,6 +151,7 @@ class DiffusionPolicy:
             setattr(self._reference_pipe, name, module.requires_grad_(False))
         self._active = self.scheduler  # of the pipeline that is being called
         self._answers: dict[nn.Module, Any] = {}
+        self._idle = False
         for transformer in {*trained.values(), *transformers_of(self._reference_pipe).values()}:
             transformer.register_forward_hook(self._count)
 
@@ -152,11 +159,17 @@ class DiffusionPolicy:
     def from_config(
         cls, config: PolicyConfig, source: str, seed: int, *, with_reference: bool = False
     ) -> DiffusionPolicy:
-        """Load the pipeline of `source`, attach the trainable weights, and wrap it.
+        """`around` the pipeline that is loaded from `source`."""
+        return cls.around(load_pipeline(source, config), config, seed, with_reference=with_reference)
+
+    @classmethod
+    def around(
+        cls, pipe: DiffusionPipeline, config: PolicyConfig, seed: int, *, with_reference: bool = False
+    ) -> DiffusionPolicy:
+        """Attach the trainable weights to `pipe`, and wrap it.
 
         `with_reference` keeps a frozen copy of the transformer where adapters cannot simply be switched off.
         """
-        pipe = load_pipeline(source, config)
         models, reason = transformers_of(pipe), family_of(pipe).no_checkpointing
         if config.gradient_checkpointing and reason is not None:
             raise ValueError(
@@ -183,6 +196,12 @@ class DiffusionPolicy:
         return self._module
 
     @property
+    def models(self) -> list[nn.Module]:
+        """All that the pipeline consists of, and the reference's copies."""
+        parts = [*self.pipe.components.values(), *(self._frozen or {}).values()]
+        return [part for part in parts if isinstance(part, nn.Module)]
+
+    @property
     def sigmas(self) -> list[float]:
         if self._sigmas is None:
             with self.scheduler.schedule_only():
@@ -198,7 +217,7 @@ class DiffusionPolicy:
             self.forwards += rows
             self.trained_forwards += rows * torch.is_grad_enabled()
 
-    def _prompt_arguments(self, prompt: str, rows: int) -> dict[str, Any]:
+    def prompt_arguments(self, prompt: str, rows: int) -> dict[str, Any]:
         """The prompt as the call takes it, for `rows` samples. Embedded once per prompt, then cached."""
         if prompt not in self._embeds:
             with torch.no_grad():
@@ -234,7 +253,7 @@ class DiffusionPolicy:
         guidance = {} if self._family.guidance is None else {self._family.guidance: self._guidance}
         each = {name: [self._call_arguments[name]] * len(prompts) for name in self._family.each}
         return {
-            **self._prompt_arguments(prompts[0], len(prompts)),
+            **self.prompt_arguments(prompts[0], len(prompts)),
             **guidance,
             "generator": generators,
             "num_inference_steps": steps,
@@ -299,7 +318,7 @@ class DiffusionPolicy:
         skippable = nullcontext()
         if begin is not None and self.way == "tail":
             arguments["latents"] = begin.sample.expand(len(batch.samples), *begin.sample.shape[1:]).clone()
-        elif begin is not None:
+        if self._idle or (begin is not None and self.way != "tail"):
             skippable = self._skippable(pipe)
         outer, self._active = self._active, pipe.scheduler
         try:
@@ -309,8 +328,18 @@ class DiffusionPolicy:
             self._active = outer
 
     @contextmanager
+    def idling(self) -> Iterator[None]:
+        """Inside, models that have answered a call answer those without gradients by zeros: only shapes count then."""
+        self._answers.clear()
+        self._idle = True
+        try:
+            yield
+        finally:
+            self._idle = False
+
+    @contextmanager
     def _skippable(self, pipe: DiffusionPipeline) -> Iterator[None]:
-        """While fast-forwarding, the models answer zeros instead of running; nobody uses them."""
+        """While fast-forwarding or idling, the models answer zeros instead of running; nobody uses them."""
         models = transformers_of(pipe).values()
         for model in models:
             model.forward = partial(self._skip_or_run, pipe.scheduler, model, model.forward)
@@ -323,7 +352,8 @@ class DiffusionPolicy:
     def _skip_or_run(
         self, scheduler: RolloutScheduler, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        if not scheduler.skipping:
+        idle = self._idle and model in self._answers and not torch.is_grad_enabled()
+        if not (scheduler.skipping or idle):
             return forward(*args, **kwargs)
         latents = args[0] if args else kwargs["hidden_states"]
         return tree_map(partial(_zeros, rows=len(latents)), self._answers[model], is_leaf=_is_rows)
@@ -335,7 +365,7 @@ def _is_rows(answer: Any) -> bool:
 
 
 def _first_row(answer: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
-    return answer[:1].detach() if isinstance(answer, Tensor) else [answer[0].detach()]
+    return answer[:1].detach().clone() if isinstance(answer, Tensor) else [answer[0].detach().clone()]
 
 
 def _zeros(answer: Tensor | list[Tensor], rows: int) -> Tensor | list[Tensor]:
