@@ -2,49 +2,138 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import gc
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from torch import Tensor, nn
+from diffusers import AutoencoderKL
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
 
 from onetake import config
 from onetake.cli import app
 from onetake.coefficients import Coefficients
+from onetake.ema import Ema
 from onetake.execution import EXECUTIONS
 from onetake.execution.sampling import deal, sample
-from onetake.forecast import Choice, Phase, choices, forecast, largest_micro_batch
-from onetake.memory import LiveBytes, storage_bytes
+from onetake.forecast import Forecast, Phase
+from onetake.memory import LiveBytes, parse_bytes, storage_bytes
 from onetake.optimizer import Optimizer
 from onetake.policies import trainable
 from onetake.policies.blank import blank_policy
 from onetake.policies.diffusion import DiffusionPolicy
 from onetake.recipe import Recipe
 from onetake.records import Address, Rollout
-from tiny import tiny_recipe, tiny_task
+from tiny import WORDS
 from tiny_families import CASES, tiny
 
-RUN = {
-    "rollout": {"groups": 2, "group_size": 4, "micro_batch": 2},
-    "selection": "all",
-    "evaluation": {"samples": 2, "prompts": 2},
+BUILT_IN = {"selection": "all", "rollout": {"groups": 2, "group_size": 4, "micro_batch": 2, "shared_start": False}}
+SMALL = BUILT_IN | {"evaluation": {"samples": 2, "prompts": 2}, "ema": {}}
+LORA, FULL = {"kind": "lora", "rank": 2}, "full"
+
+
+def tiny_recipe(name: str, root: Path, **changes) -> str:
+    """Of a case's pipeline, with three events of four steps; its folder is ``root/base``."""
+    case = CASES[name]
+    tiny(name).save_pretrained(root / "base")
+    (root / "prompts.txt").write_text("\n".join(WORDS))
+    prompts = str(root / "prompts.txt")
+    policy = {"pipeline": str(root / "base"), "steps": 4, "guidance": case.guidance, "call": case.call}
+    tree = SMALL | {
+        "task": {"kind": "prompts", "train": prompts, "held_out": prompts, "reward": "jpeg"},
+        "policy": policy | {"trainable": LORA},
+    }
+    for key, value in changes.items():
+        tree[key] = tree[key] | value if key in tree and isinstance(value, dict) else value
+    return yaml.safe_dump(tree)
+
+
+def loaded(recipe: Recipe) -> DiffusionPolicy:
+    """With weights."""
+    return DiffusionPolicy.from_config(
+        recipe.policy, recipe.pipeline_source, recipe.seed, with_reference=recipe.penalty is not None
+    )
+
+
+def lose_weights(root: Path) -> None:
+    for file in root.rglob("*.safetensors"):
+        file.unlink()
+
+
+class Measured:
+    """An update of the whole recipe, with weights, counted from outside."""
+
+    def __init__(self, recipe: Recipe, policy: DiffusionPolicy, execution: str) -> None:
+        task = recipe.task.load()
+        parameters = trainable(policy)
+        tensors = [t for model in policy.models for t in (*model.parameters(), *model.buffers())]
+        self.frozen = storage_bytes(tensors) - storage_bytes(parameters.values())
+        address = Address(seed=recipe.seed, stream="train", update=0)
+        batches = deal(recipe.rollout, task.train, policy, recipe.selection, recipe.objective, address)
+        for batch in batches:  # also makes what is kept between calls
+            policy.rollout(batch, lambda transition: None, grad=False)
+        strategy = EXECUTIONS[execution](recipe.penalty)
+        with LiveBytes(tensors) as memory:
+            optimizer = Optimizer(recipe.optimizer, parameters)
+            ema = Ema(recipe.ema, parameters) if recipe.ema else None
+            for parameter in parameters.values():
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step(0)
+            self.trained = storage_bytes(parameters.values()) + memory.now
+            start = memory.now
+            rollout = sample(policy, strategy, batches)
+            self.kept, self.peak = memory.now - start, memory.peak
+            rollout.advantages = torch.tensor([1.0, -1.0]).repeat(len(batches)).view(recipe.rollout.groups, -1).double()
+            memory.restart()
+            strategy.accumulate(policy, rollout, Coefficients(recipe.objective, rollout))
+            self.backward = memory.peak - start - self.kept
+            memory.restart()
+            optimizer.step(0)
+            self.peak = max(self.peak, memory.peak, start + self.kept + self.backward) - start
+        del ema
+
+
+POLICIES = {
+    "sd3-lora": ("sd3", {"policy": {"trainable": LORA}}),
+    "sd3-full-1": ("sd3", {"policy": {"trainable": FULL}, "rollout": {"micro_batch": 1}}),
+    "sd3-bfloat16-kl": ("sd3", {"policy": {"trainable": LORA, "dtype": "bfloat16"}, "kl": {"beta": 0.1}}),
+    "wan": ("wan-2.1", {"policy": {"trainable": LORA}}),
+    "built-in-full": (None, {"policy": {"trainable": FULL}}),
 }
 
 
-def recipe_of(name: str, root: Path, **policy) -> Recipe:
-    """Of a tiny pipeline, four steps of which three are events; no file that could hold weights stays."""
-    task, _ = tiny_task(root)
-    case, folder = CASES[name], root / name
-    tiny(name).save_pretrained(folder)
-    settings = {
-        "pipeline": str(folder),
-        "steps": 4,
-        "guidance": case.guidance,
-        "call": case.call,
-        "trainable": {"kind": "lora", "rank": 2},
-    }
-    return config.load(yaml.safe_dump({"task": task, "policy": settings | policy, **RUN}))
+@pytest.fixture(scope="module", params=POLICIES)
+def prepared(request, tmp_path_factory) -> tuple[Recipe, DiffusionPolicy, Forecast]:
+    """The policy with weights, and the forecast once there are none any more."""
+    name, changes = POLICIES[request.param]
+    root = tmp_path_factory.mktemp("forecast")
+    if name is None:
+        recipe = config.load(
+            yaml.safe_dump({"extends": "shapes"} | SMALL | changes | {"policy": changes["policy"] | {"steps": 4}})
+        )
+    else:
+        recipe = config.load(tiny_recipe(name, root, **changes))
+    policy = loaded(recipe)
+    lose_weights(root)
+    return recipe, policy, Forecast(recipe)
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_bytes(prepared, execution):
+    recipe, policy, forecast = prepared
+    measured = Measured(recipe, policy, execution)
+    choice = forecast.choice(execution, False, recipe.rollout.micro_batch)
+    predicted = {phase.name: phase for phase in choice.phases}
+    reward = predicted["reward"]
+    print(
+        execution,
+        measured.__dict__,
+        forecast._run(False).prompts,
+        {n: (p.kept, p.transient) for n, p in predicted.items()},
+    )
+    assert reward.frozen == measured.frozen
+    assert reward.trained == measured.trained

@@ -15,7 +15,7 @@ from functools import cache, cached_property, partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from onetake.coefficients import Coefficients
 from onetake.ema import Ema
@@ -86,7 +86,7 @@ class Forecast:
         """The recipe's own, or with another micro-batch. Raises ValueError if the recipe cannot be trained."""
         recipe = self._recipe
         size = micro_batch or recipe.rollout.micro_batch
-        choice = self._choice(recipe.execution, recipe.policy.gradient_checkpointing, size)
+        choice = self.choice(recipe.execution, recipe.policy.gradient_checkpointing, size)
         if choice.problem and not choice.phases:
             raise ValueError(choice.problem)
         return choice
@@ -96,7 +96,7 @@ class Forecast:
         recipe = self._recipe
         own = recipe.execution, recipe.policy.gradient_checkpointing
         every = [(execution, checkpointing) for checkpointing in (own[1], not own[1]) for execution in EXECUTIONS]
-        return [self._choice(*pair, recipe.rollout.micro_batch) for pair in every if pair != own]
+        return [self.choice(*pair, recipe.rollout.micro_batch) for pair in every if pair != own]
 
     def largest(self, memory: int) -> Choice | None:
         """The recipe's own with the largest micro-batch that fits in `memory` bytes; None if none does."""
@@ -106,7 +106,8 @@ class Forecast:
         return self.own(sizes[fitting - 1]) if fitting else None
 
     @cache  # noqa: B019  (one forecast a process)
-    def _choice(self, execution: str, checkpointing: bool, micro_batch: int) -> Choice:
+    def choice(self, execution: str, checkpointing: bool, micro_batch: int) -> Choice:
+        """A choice that is refused, or not known to its end, says so in its `problem`."""
         blank = Choice(execution=execution, checkpointing=checkpointing, micro_batch=micro_batch)
         try:
             run = self._run(checkpointing)
@@ -219,7 +220,7 @@ class _DryRun:
     @cached_property
     def evaluation(self) -> int:
         """The most that one of its calls needs."""
-        batch = self._batch(self.recipe.evaluation.samples, [False, False])
+        batch = self._batch(self.recipe.evaluation.samples, [False] * (EVENTS + 1))
         before = self.memory.now
         with self.memory, self.policy.idling():
             self.memory.restart()
@@ -249,12 +250,13 @@ class _DryRun:
         evaluation = self.evaluation
         per_group = size.group_size // micro_batch
         batches = size.groups * per_group
+        batch = self._batch(micro_batch, [True] * EVENTS + [False])
         start = memory.now
         with memory:
             with self.policy.idling():
                 memory.restart()
                 watched = _Watched(execution, memory)
-                rollout = sample(self.policy, watched, [self._batch(micro_batch, [True] * EVENTS + [False])])
+                rollout = sample(self.policy, watched, [batch])
             decoding, sampled = memory.peak, memory.now
             transition = _own_bytes(rollout.transitions[0][-1])
             (bank,) = rollout.kept
@@ -299,30 +301,45 @@ class _DryRun:
 
 
 class _Watched:
-    """An execution, and what was alive after each event of a micro-batch."""
-
-    grad: bool
+    """An execution, and what was alive and at most alive while the events of a micro-batch were sampled under it."""
 
     def __init__(self, execution: Execution, memory: LiveBytes) -> None:
         self._execution, self._memory = execution, memory
         self.kl, self.grad, self.accumulate = execution.kl, execution.grad, execution.accumulate
         self.alive: list[int] = []
-        self.peak = 0
+        """After each event."""
+        self._peaks: list[int] = [0]
+        """During each event, and in the model's calls after the last."""
         self.waiting: Any = {}  # what the first event left in a bank uncollapsed
+
+    @property
+    def peak(self) -> int:
+        """Of all events as if each found what the last one finds."""
+        return max(self._peaks[0] + self.alive[-1] - self.alive[0], *self._peaks[1:])
 
     @contextmanager
     def observing(self, policy: Policy, batch: MicroBatch) -> Iterator[tuple[Observer, Any]]:
-        with self._execution.observing(policy, batch) as (observe, kept):
+        models = list(policy.module.values()) if isinstance(policy.module, nn.ModuleDict) else [policy.module]
+        handles = [model.register_forward_hook(lambda *_: self._note()) for model in models]
+        try:
+            with self._execution.observing(policy, batch) as (observe, kept):
 
-            def observed(transition: Transition) -> None:
-                observe(transition)
-                if isinstance(kept, Bank) and not self.alive:
-                    self.waiting = kept.waiting
-                self.alive.append(self._memory.now)
-                self.peak = max(self.peak, self._memory.peak)
-                self._memory.restart()
+                def observed(transition: Transition) -> None:
+                    observe(transition)
+                    if isinstance(kept, Bank) and not self.alive:
+                        self.waiting = kept.waiting
+                    self._note()
+                    self.alive.append(self._memory.now)
+                    self._peaks.append(0)
 
-            yield observed, kept
+                yield observed, kept
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _note(self) -> None:
+        self._peaks[-1] = max(self._peaks[-1], self._memory.peak)
+        self._memory.restart()
 
 
 class _Unweighted:

@@ -151,7 +151,7 @@ class DiffusionPolicy:
             setattr(self._reference_pipe, name, module.requires_grad_(False))
         self._active = self.scheduler  # of the pipeline that is being called
         self._answers: dict[nn.Module, Any] = {}
-        self._idle = False
+        self._idle: set[nn.Module] | None = None  # while idling, those that have answered without gradients
         for transformer in {*trained.values(), *transformers_of(self._reference_pipe).values()}:
             transformer.register_forward_hook(self._count)
 
@@ -318,7 +318,7 @@ class DiffusionPolicy:
         skippable = nullcontext()
         if begin is not None and self.way == "tail":
             arguments["latents"] = begin.sample.expand(len(batch.samples), *begin.sample.shape[1:]).clone()
-        if self._idle or (begin is not None and self.way != "tail"):
+        if self._idle is not None or (begin is not None and self.way != "tail"):
             skippable = self._skippable(pipe)
         outer, self._active = self._active, pipe.scheduler
         try:
@@ -329,31 +329,30 @@ class DiffusionPolicy:
 
     @contextmanager
     def idling(self) -> Iterator[None]:
-        """Inside, models that have answered a call answer those without gradients by zeros: only shapes count then."""
-        self._answers.clear()
-        self._idle = True
+        """Inside, a model runs for its first call without gradients; it answers the others by zeros. For when only shapes count."""
+        self._idle = set()
         try:
             yield
         finally:
-            self._idle = False
+            self._idle = None
 
     @contextmanager
     def _skippable(self, pipe: DiffusionPipeline) -> Iterator[None]:
         """While fast-forwarding or idling, the models answer zeros instead of running; nobody uses them."""
-        models = transformers_of(pipe).values()
+        models = [model for model in transformers_of(pipe).values() if "forward" not in vars(model)]
         for model in models:
-            model.forward = partial(self._skip_or_run, pipe.scheduler, model, model.forward)
+            model.forward = partial(self._skip_or_run, model, model.forward)
         try:
             yield
         finally:
             for model in models:
                 del model.forward
 
-    def _skip_or_run(
-        self, scheduler: RolloutScheduler, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        idle = self._idle and model in self._answers and not torch.is_grad_enabled()
-        if not (scheduler.skipping or idle):
+    def _skip_or_run(self, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        idle = self._idle is not None and not torch.is_grad_enabled()
+        if not (self._active.skipping or (idle and model in self._idle)):
+            if idle:
+                self._idle.add(model)
             return forward(*args, **kwargs)
         latents = args[0] if args else kwargs["hidden_states"]
         return tree_map(partial(_zeros, rows=len(latents)), self._answers[model], is_leaf=_is_rows)
