@@ -42,7 +42,14 @@ from onetake.policies import trainable
 from onetake.policies.diffusion import DiffusionPolicy
 from onetake.records import Address
 
-T5_XXL = {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64, "feed_forward_proj": "gated-gelu"}
+T5_XXL = {
+    "d_model": 4096,
+    "d_kv": 64,
+    "d_ff": 10240,
+    "num_layers": 24,
+    "num_heads": 64,
+    "feed_forward_proj": "gated-gelu",
+}
 
 
 def clip_tokenizer() -> CLIPTokenizer:
@@ -59,7 +66,10 @@ def flux() -> dict[str, Any]:
     """FLUX.1-dev: diffusers' defaults with embedded guidance, and its encoders by their published sizes."""
     return {
         "scheduler": FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
-        "text_encoder": ("CLIPTextModel", CLIPTextConfig(hidden_size=768, intermediate_size=3072, num_attention_heads=12)),
+        "text_encoder": (
+            "CLIPTextModel",
+            CLIPTextConfig(hidden_size=768, intermediate_size=3072, num_attention_heads=12),
+        ),
         "text_encoder_2": ("T5EncoderModel", T5Config(vocab_size=32128, **T5_XXL)),
         "tokenizer": clip_tokenizer(),
         "tokenizer_2": t5_tokenizer(),

@@ -93,9 +93,9 @@ def plan(
             console.print(line)
         forecast = Forecast(loaded)
         own = forecast.own()
-        table = Table(f"{own.execution}, GiB", "frozen", "trained", "kept", "transient", "peak", box=None)
+        table = Table(f"{own.execution}, GiB", "frozen", "trained", "prompts", "kept", "transient", "peak", box=None)
         for phase in own.phases:
-            parts = (phase.frozen, phase.trained, phase.kept, phase.transient, phase.peak)
+            parts = (phase.frozen, phase.trained, phase.prompts, phase.kept, phase.transient, phase.peak)
             table.add_row(phase.name, *(f"{part / 2**30:.3f}" for part in parts))
         console.print(table)
         choices = [own, *forecast.others()]

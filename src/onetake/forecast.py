@@ -43,14 +43,16 @@ class Phase:
     """Weights that nothing trains, buffers, and a reference's copy."""
     trained: int
     """Weights that are trained, the optimizer's state, and an average of the weights."""
-    kept: int
-    """Prompt embeddings, and what stays until the update: graphs or banks, latents, outputs."""
-    transient: int
+    prompts: int = 0
+    """Embeddings of all prompts that the run will have met."""
+    kept: int = 0
+    """What stays until the update: graphs or banks, latents, outputs."""
+    transient: int = 0
     """The most beyond that, gradients included."""
 
     @property
     def peak(self) -> int:
-        return self.frozen + self.trained + self.kept + self.transient
+        return self.frozen + self.trained + self.prompts + self.kept + self.transient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,8 +192,10 @@ class _DryRun:
     @property
     def loading(self) -> tuple[Phase, ...]:
         """What needs no call of the pipeline to be known: weights, and with them what the optimizer keeps."""
-        phase = partial(Phase, frozen=self.frozen, kept=0, transient=0)
-        return phase(name="loading", trained=self.weights), phase(name="optimizer's state", trained=self.trained)
+        return (
+            Phase(name="loading", frozen=self.frozen, trained=self.weights),
+            Phase(name="optimizer's state", frozen=self.frozen, trained=self.trained),
+        )
 
     def events(self, micro_batch: int) -> int:
         """K of the micro-batch that has most."""
@@ -250,9 +254,9 @@ class _DryRun:
         evaluation = self.evaluation
         per_group = size.group_size // micro_batch
         batches = size.groups * per_group
-        batch = self._batch(micro_batch, [True] * EVENTS + [False])
-        start = memory.now
         with memory:
+            batch = self._batch(micro_batch, [True] * EVENTS + [False])
+            start = memory.now
             with self.policy.idling():
                 memory.restart()
                 watched = _Watched(execution, memory)
@@ -279,7 +283,7 @@ class _DryRun:
         rest = batches * (left - start + further * transition)
         phase = partial(self._phase, start)
         return (
-            Phase(name="loading", frozen=self.frozen, trained=self.weights, kept=0, transient=0),
+            self.loading[0],
             phase("prompt encoding", start + encoding, start, more=(batches - per_group) * one),
             phase("sampling", watched.peak, watched.alive[-1], more=earlier),
             phase("decoding", decoding, sampled, more=earlier),
@@ -295,7 +299,8 @@ class _DryRun:
             name=name,
             frozen=self.frozen,
             trained=self.trained,
-            kept=self.prompts[2] + kept - start + more,
+            prompts=self.prompts[2],
+            kept=kept - start + more,
             transient=peak - kept,
         )
 
