@@ -35,7 +35,7 @@ from onetake.allocator import keep_freed_memory
 from onetake.coefficients import Coefficients
 from onetake.execution import EXECUTIONS
 from onetake.execution.sampling import deal, sample, score
-from onetake.forecast import forecast
+from onetake.forecast import Forecast
 from onetake.memory import PeakMemory
 from onetake.optimizer import Optimizer
 from onetake.policies import trainable
@@ -143,3 +143,54 @@ def shape(arguments: argparse.Namespace) -> None:
         options = [f"--set={change}" for change in arguments.set]
         options += [f"--memory={arguments.memory}"] if arguments.memory else []
         subprocess.run([sys.executable, "-m", "onetake", "plan", str(path), *options], check=False)
+
+
+def measured(execution: str, changes: list[str]) -> int:
+    """Bytes by which one update raised the high-water mark of this process above what was resident before it."""
+    keep_freed_memory()
+    recipe = config.load(config.recipe_text("shapes"), changes)
+    policy = DiffusionPolicy.from_config(recipe.policy, recipe.pipeline_source, recipe.seed)
+    task, address = recipe.task.load(), Address(seed=recipe.seed, stream="train", update=0)
+    optimizer = Optimizer(recipe.optimizer, trainable(policy))
+    batches = deal(recipe.rollout, task.train, policy, recipe.selection, recipe.objective, address)
+    policy.rollout(batches[0].alone(), lambda transition: None, grad=False)  # what libraries set up once
+    peak = PeakMemory(torch.device("cpu"))
+    assert peak.restart(), "the high-water mark cannot be restarted here"
+    before, strategy = peak.bytes, EXECUTIONS[execution]()
+    rollout = sample(policy, strategy, batches)
+    score(rollout, task.rewards, recipe.advantages)
+    strategy.accumulate(policy, rollout, Coefficients(recipe.objective, rollout))
+    optimizer.step(0)
+    return peak.bytes - before
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    recipe = config.load(config.recipe_text("shapes"), arguments.set)
+    forecast = Forecast(recipe)
+    print(f"{'execution':12} {'predicted':>10} {'measured':>10}   MiB above weights and state; measured ÷ predicted")
+    for execution in EXECUTIONS:
+        phases = forecast.choice(execution, False, recipe.rollout.micro_batch).phases
+        predicted = max(phase.kept + phase.transient for phase in phases) / 2**20
+        command = [sys.executable, __file__, "one", execution, *(f"--set={change}" for change in arguments.set)]
+        told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        found = int(told.split()[-1]) / 2**20
+        print(f"{execution:12} {predicted:10.1f} {found:10.1f}   {found / predicted:.2f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["measure", "shape", "one"])
+    parser.add_argument("name", nargs="?", help="of a shape, or (one) of an execution")
+    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--memory")
+    arguments = parser.parse_args()
+    if arguments.what == "measure":
+        measure(arguments)
+    elif arguments.what == "shape":
+        shape(arguments)
+    else:
+        print(measured(arguments.name, arguments.set))
+
+
+if __name__ == "__main__":
+    main()
