@@ -145,9 +145,10 @@ def shape(arguments: argparse.Namespace) -> None:
         subprocess.run([sys.executable, "-m", "onetake", "plan", str(path), *options], check=False)
 
 
-def measured(execution: str, changes: list[str]) -> int:
+def measured(execution: str, changes: list[str], allocator: str) -> int:
     """Bytes by which one update raised the high-water mark of this process above what was resident before it."""
-    keep_freed_memory()
+    if allocator == "keep":
+        keep_freed_memory()
     recipe = config.load(config.recipe_text("shapes"), changes)
     policy = DiffusionPolicy.from_config(recipe.policy, recipe.pipeline_source, recipe.seed)
     task, address = recipe.task.load(), Address(seed=recipe.seed, stream="train", update=0)
@@ -171,7 +172,8 @@ def measure(arguments: argparse.Namespace) -> None:
     for execution in EXECUTIONS:
         phases = forecast.choice(execution, False, recipe.rollout.micro_batch).phases
         predicted = max(phase.kept + phase.transient for phase in phases) / 2**20
-        command = [sys.executable, __file__, "one", execution, *(f"--set={change}" for change in arguments.set)]
+        options = ["--allocator", arguments.allocator, *(f"--set={change}" for change in arguments.set)]
+        command = [sys.executable, __file__, "one", execution, *options]
         told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         found = int(told.split()[-1]) / 2**20
         print(f"{execution:12} {predicted:10.1f} {found:10.1f}   {found / predicted:.2f}", flush=True)
@@ -183,13 +185,16 @@ def main() -> None:
     parser.add_argument("name", nargs="?", help="of a shape, or (one) of an execution")
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--memory")
+    parser.add_argument(
+        "--allocator", choices=["keep", "default"], default="keep", help="keep: as `onetake train` does"
+    )
     arguments = parser.parse_args()
     if arguments.what == "measure":
         measure(arguments)
     elif arguments.what == "shape":
         shape(arguments)
     else:
-        print(measured(arguments.name, arguments.set))
+        print(measured(arguments.name, arguments.set, arguments.allocator))
 
 
 if __name__ == "__main__":

@@ -91,10 +91,10 @@ class LiveBytes(TorchDispatchMode):
 
 def parse_bytes(text: str) -> int:
     """``80GiB``, ``24 GB`` or ``512MiB`` as bytes. Raises ValueError for anything else."""
-    told = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B", text.strip())
+    told = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMGT]?)(i?)B", text.strip())
     if told is None:
         raise ValueError(f"memory: {text!r} is not a size; write 80GiB, 24GB or 512MiB")
-    return int(float(told[1]) * (1024 if told[3] else 1000) ** " KMGT".index(told[2] or " "))
+    return int(float(told[1]) * (1024 if told[3] else 1000) ** " KMGT".index(told[2].upper() or " "))
 
 
 def device_memory(device: torch.device) -> int | None:
