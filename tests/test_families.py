@@ -25,8 +25,9 @@ from onetake.noise import start_generators
 from onetake.objectives import Grpo
 from onetake.policies import trainable
 from onetake.policies.adapters import Full, Lora, apply_weights
-from onetake.policies.diffusion import DiffusionPolicy, PolicyConfig, load_pipeline
+from onetake.policies.diffusion import DiffusionPolicy
 from onetake.policies.families import family_of
+from onetake.policies.loading import PolicyConfig, load_pipeline
 from onetake.records import Address, MicroBatch, Prompt
 from onetake.selection import All, Window
 from onetake.tasks import PromptsTask

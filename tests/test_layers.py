@@ -20,7 +20,7 @@ LAYERS = [
     {"policies", "rewards", "parallel"},
     {"execution"}
     | {f"activations.{name}" for name in ("trace", "capture", "attach", "measure", "lossy", "recovery", "calibrate")},
-    {"train", "checkpoint", "tasks", "evaluation", "recipe", "optimizer", "ema", "verify"},
+    {"train", "checkpoint", "tasks", "evaluation", "recipe", "optimizer", "ema", "verify", "forecast"},
     {"cli", "config", "session", "report", "__main__"},
 ]
 SPLIT = {"activations"}  # packages whose modules lie in different layers; their own __init__ imports nothing

@@ -19,7 +19,8 @@ from onetake import config
 from onetake.checkpoint import CheckpointConfig, Checkpoints
 from onetake.evaluation import evaluate
 from onetake.metrics import Log
-from onetake.policies.diffusion import DiffusionPolicy, load_pipeline
+from onetake.policies.diffusion import DiffusionPolicy
+from onetake.policies.loading import load_pipeline
 from onetake.session import continued, opened
 from onetake.train import Watcher, train
 from tiny import tiny_recipe

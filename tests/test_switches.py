@@ -19,7 +19,8 @@ from onetake.execution.preflight import preflight
 from onetake.execution.sampling import RolloutConfig, deal
 from onetake.objectives import Grpo
 from onetake.policies.adapters import Lora
-from onetake.policies.diffusion import DiffusionPolicy, PolicyConfig
+from onetake.policies.diffusion import DiffusionPolicy
+from onetake.policies.loading import PolicyConfig
 from onetake.policies.prompts import KEPT, Embeddings
 from onetake.policies.switches import Vae
 from onetake.records import Address, Prompt

@@ -1,4 +1,4 @@
-"""The command line: ``onetake train | verify | sample | report | recipes``."""
+"""The command line: ``onetake train | plan | verify | sample | report | recipes``."""
 
 from __future__ import annotations
 
@@ -69,6 +69,48 @@ def train(
                 lambda: continued(resume, changes, ranks.size) if resume else opened(name, changes, ranks.size)
             )
             train_and_report(session, console, ranks)
+
+
+@app.command()
+def plan(
+    recipe: RecipeArgument = DEFAULT_RECIPE,
+    overrides: SetOption = None,
+    memory: Annotated[
+        str | None, typer.Option(help="To fit in, e.g. 80GiB; by default the GPU's, if one is used.")
+    ] = None,
+) -> None:
+    """What a run will need in memory, phase by phase and under every execution, before anything loads."""
+    from onetake import config
+    from onetake.forecast import Forecast, verdict
+    from onetake.memory import device_memory, parse_bytes
+    from onetake.session import plan_lines
+    from onetake.train import device_of
+
+    with _errors_in_one_place():
+        loaded = config.load(config.recipe_text(recipe), overrides)
+        limit = device_memory(device_of(loaded)) if memory is None else parse_bytes(memory)
+        for line in plan_lines(loaded):
+            console.print(line)
+        forecast = Forecast(loaded)
+        own = forecast.own()
+        table = Table(f"{own.execution}, GiB", "frozen", "trained", "prompts", "kept", "transient", "peak", box=None)
+        for phase in own.phases:
+            parts = (phase.frozen, phase.trained, phase.prompts, phase.kept, phase.transient, phase.peak)
+            table.add_row(phase.name, *(f"{part / 2**30:.3f}" for part in parts))
+        console.print(table)
+        choices = [own, *forecast.others()]
+        table = Table("execution", "checkpointing", "extra forwards", "peak, GiB", "in phase", "", box=None)
+        for choice in choices:
+            row = [choice.execution, "on" if choice.checkpointing else "off", *[""] * 3]
+            remarks = [*(["the recipe's"] if choice is own else []), *([choice.problem] if choice.problem else [])]
+            if choice.phases:
+                row[2:] = [str(choice.extra_forwards), f"{choice.peak.peak / 2**30:.3f}", choice.peak.name]
+            if limit is not None and not choice.problem:
+                remarks.append("fits" if choice.fits(limit) else "does not fit")
+            table.add_row(*row, "; ".join(remarks))
+        console.print(table)
+        if limit is not None:
+            console.print(verdict(forecast, choices, limit))
 
 
 @app.command()

@@ -1,10 +1,17 @@
-"""The most memory a stretch of work had in use at once."""
+"""The most memory a stretch of work had in use at once: as the machine saw it, or counted tensor by tensor."""
 
 from __future__ import annotations
 
+import re
+import weakref
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class PeakMemory:
@@ -42,3 +49,59 @@ class PeakMemory:
 def _kibibytes(file: str, key: str) -> int:
     (line,) = [line for line in Path(file).read_text().splitlines() if line.startswith(f"{key}:")]
     return int(line.split()[1])
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts every block of memory that is made inside while it is in use, once however it is viewed.
+
+    Exact, on any device, and on tensors that hold no data. What a kernel needs while it runs is not seen, nor what an
+    allocator adds.
+    """
+
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+        """The blocks of `known` tensors are not counted."""
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet(t.untyped_storage() for t in known)
+
+    def restart(self) -> None:
+        """Forget the peak so far."""
+        self.peak = self.now
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # asked for by a FakeTensor of itself, at every operation
+            return args[0].device
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._seen:
+            return
+        self._seen.add(storage)
+        weakref.finalize(storage, self._freed, storage.nbytes()).atexit = False
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+
+    def _freed(self, nbytes: int) -> None:
+        self.now -= nbytes
+
+
+def parse_bytes(text: str) -> int:
+    """``80GiB``, ``24 GB`` or ``512MiB`` as bytes. Raises ValueError for anything else."""
+    told = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMGT]?)(i?)B", text.strip())
+    if told is None:
+        raise ValueError(f"memory: {text!r} is not a size; write 80GiB, 24GB or 512MiB")
+    return int(float(told[1]) * (1024 if told[3] else 1000) ** " KMGT".index(told[2].upper() or " "))
+
+
+def device_memory(device: torch.device) -> int | None:
+    """All of an accelerator's, in bytes; None on CPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the blocks of memory behind `tensors`, each once."""
+    return sum({storage._cdata: storage.nbytes() for t in tensors for storage in [t.untyped_storage()]}.values())

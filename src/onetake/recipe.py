@@ -15,7 +15,7 @@ from onetake.evaluation import EvaluationConfig
 from onetake.execution.sampling import RolloutConfig
 from onetake.objectives import Grpo, Kl, ObjectiveConfig
 from onetake.optimizer import OptimizerConfig
-from onetake.policies.diffusion import PolicyConfig
+from onetake.policies.loading import PolicyConfig
 from onetake.records import Config
 from onetake.selection import All, Selection
 from onetake.tasks import BASES, ShapesTask, TaskConfig

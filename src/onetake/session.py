@@ -24,7 +24,8 @@ from onetake.evaluation import Evaluation
 from onetake.execution.preflight import Preflight
 from onetake.parallel import ALONE, World
 from onetake.policies.adapters import apply_weights
-from onetake.policies.diffusion import DiffusionPolicy, load_pipeline
+from onetake.policies.diffusion import DiffusionPolicy
+from onetake.policies.loading import load_pipeline
 from onetake.recipe import Recipe
 from onetake.records import Address, Prompt
 from onetake.report import write

@@ -57,6 +57,11 @@ class _Account:
             else:
                 self._sum_Boi.baddbmm_(grad.transpose(1, 2), x)
 
+    @property
+    def waiting(self) -> list[tuple[torch.Size, torch.Size]]:
+        """Shapes of all pairs so far; empty once some have collapsed."""
+        return [] if self._sum_Boi is not None else [(x.shape, grad.shape) for x, grad in self._pairs]
+
     def _joined(self) -> tuple[Tensor, Tensor]:
         """All waiting pairs as one pair, tokens of all events side by side; the waiting list is emptied."""
         pairs, self._pairs, self._waiting = self._pairs, [], 0
@@ -129,6 +134,18 @@ class Bank:
                 self._add_direct(parameter, gradient)
         finally:
             self._direct_pass = False
+
+    @property
+    def waiting(self) -> dict[nn.Parameter, list[tuple[torch.Size, torch.Size]]]:
+        """Shapes of the pairs of every matrix parameter of which none has collapsed."""
+        return {parameter: account.waiting for parameter, account in self._accounts.items() if account.waiting}
+
+    def repeat(self, pairs: dict[nn.Parameter, list[tuple[torch.Size, torch.Size]]], times: int) -> None:
+        """Record pairs of these shapes again, without values: what `times` more events would bank, to see its size."""
+        for _ in range(times):
+            for parameter, shapes in pairs.items():
+                for x, grad in shapes:
+                    self._accounts[parameter].record(parameter.new_empty(x), parameter.new_empty(grad))
 
     def pay_out(self, factor_B: Tensor, *, direct: float) -> None:
         """p.grad += Σ_i factor_i · banked gradient_i + direct · banked direct terms, and forget them."""

@@ -8,20 +8,18 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.utils import load_image
-from diffusers.utils.logging import disable_progress_bar
 from PIL import Image
-from pydantic import Field
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from onetake.noise import start_generators
 from onetake.policies import Observer
-from onetake.policies.adapters import Lora, Trainable, adapters_off
+from onetake.policies.adapters import adapters_off
 from onetake.policies.episode import Episode
 from onetake.policies.families import (
     embeddings,
@@ -31,85 +29,12 @@ from onetake.policies.families import (
     transformers_of,
     unused_negative,
 )
-from onetake.policies.finish import DpmSolver, Euler, Finish
+from onetake.policies.finish import DpmSolver
+from onetake.policies.loading import PolicyConfig, load_pipeline
 from onetake.policies.prompts import Embeddings, Offloaded
 from onetake.policies.scheduler import Finished, RolloutScheduler
-from onetake.policies.switches import SWITCH, Compile, Vae, attention_problem, use_attention
-from onetake.records import Config, Entry, MicroBatch, Prompt, Transition
-from onetake.transitions import Flow, Kernel, StochasticKernel
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-class PolicyConfig(Config):
-    """Which pipeline is trained, how it samples, and which of its weights move."""
-
-    pipeline: str = Field(default="shapes", description="a diffusers folder, or the name of a built-in base")
-    kernel: StochasticKernel = Flow()
-    steps: int = Field(default=8, ge=2, description="T, denoising steps of a rollout and of an evaluation")
-    finish: Finish = Euler()
-    guidance: float = Field(default=1.0, ge=1.0, description="classifier-free guidance; 1 is off")
-    negative_prompt: str = ""
-    call: dict[str, Any] = Field(default_factory=dict, description="further arguments of the pipeline's call")
-    scheduler: dict[str, Any] = Field(
-        default_factory=dict, description="values of the pipeline's scheduler to replace, such as shift"
-    )
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    trainable: Trainable = Lora()
-    gradient_checkpointing: bool = False
-    vae: Vae = Vae()
-    attention: str | None = Field(default=None, description="diffusers' attention backend; None leaves it torch's")
-    compile: Annotated[Compile | None, SWITCH] = None
-    offload_text_encoders: bool = Field(
-        default=False, description="keep text encoders in CPU memory but for the prompts that are not embedded yet"
-    )
-
-    def problems(self) -> list[str]:
-        """Everything that can be said before the pipeline loads."""
-        taken = {
-            "prompt",
-            "negative_prompt",
-            "image",
-            "guidance_scale",
-            "num_inference_steps",
-            "generator",
-            "latents",
-            "output_type",
-        }
-        found = [f"policy.call.{key}: is set by onetake itself; remove it" for key in sorted(taken & set(self.call))]
-        switches = [self.compile and self.compile.problem(), self.attention and attention_problem(self.attention)]
-        found += [problem for problem in switches if problem]
-        if self.dtype != "float32" and self.trainable.kind == "full":
-            found.append(
-                f"policy.trainable: full trains float32 weights, but policy.dtype: {self.dtype} would round them; "
-                "use trainable: lora (float32 adapters on a bfloat16 base) or dtype: float32"
-            )
-        return found
-
-
-def load_pipeline(source: str, config: PolicyConfig) -> DiffusionPipeline:
-    """Load a diffusers folder or hub repository, its scheduler changed as `config` says. Raises ValueError if it cannot be."""
-    disable_progress_bar()  # of loading; ours is the only bar
-    try:
-        pipe = DiffusionPipeline.from_pretrained(source, dtype=DTYPES[config.dtype])
-    except OSError as error:
-        raise ValueError(
-            f"policy.pipeline: {source!r} is not a folder here, and could not be loaded as a hub repository: {error}"
-        ) from error
-    unknown = [key for key in config.scheduler if key not in pipe.scheduler.config]
-    if unknown:
-        known = ", ".join(key for key in pipe.scheduler.config if not key.startswith("_"))
-        raise ValueError(
-            f"policy.scheduler.{unknown[0]}: {type(pipe.scheduler).__name__} has no such value; it has {known}"
-        )
-    if config.scheduler:
-        pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, **config.scheduler)
-    pipe.set_progress_bar_config(disable=True)
-    config.vae.apply(pipe.vae)
-    if config.attention is not None:
-        for model in transformers_of(pipe).values():
-            use_attention(model, config.attention)
-    return pipe
+from onetake.records import Entry, MicroBatch, Prompt, Transition
+from onetake.transitions import Kernel
 
 
 class DiffusionPolicy:
@@ -179,6 +104,7 @@ class DiffusionPolicy:
             setattr(self._reference_pipe, name, module.requires_grad_(False))
         self._active = self.scheduler  # of the pipeline that is being called
         self._answers: dict[nn.Module, Any] = {}
+        self._idle: set[nn.Module] | None = None  # while idling, those that have answered without gradients
         for transformer in {*trained.values(), *transformers_of(self._reference_pipe).values()}:
             transformer.register_forward_hook(self._count)
 
@@ -186,11 +112,17 @@ class DiffusionPolicy:
     def from_config(
         cls, config: PolicyConfig, source: str, seed: int, *, with_reference: bool = False
     ) -> DiffusionPolicy:
-        """Load the pipeline of `source`, attach the trainable weights, and wrap it.
+        """`around` the pipeline that is loaded from `source`."""
+        return cls.around(load_pipeline(source, config), config, seed, with_reference=with_reference)
+
+    @classmethod
+    def around(
+        cls, pipe: DiffusionPipeline, config: PolicyConfig, seed: int, *, with_reference: bool = False
+    ) -> DiffusionPolicy:
+        """Attach the trainable weights to `pipe`, and wrap it.
 
         `with_reference` keeps a frozen copy of the transformer where adapters cannot simply be switched off.
         """
-        pipe = load_pipeline(source, config)
         models, reason = transformers_of(pipe), family_of(pipe).no_checkpointing
         if config.gradient_checkpointing and reason is not None:
             raise ValueError(
@@ -227,6 +159,12 @@ class DiffusionPolicy:
         return self._module
 
     @property
+    def models(self) -> list[nn.Module]:
+        """All that the pipeline consists of, and the reference's copies."""
+        parts = [*self.pipe.components.values(), *(self._frozen or {}).values()]
+        return [part for part in parts if isinstance(part, nn.Module)]
+
+    @property
     def sigmas(self) -> list[float]:
         if self._sigmas is None:
             fewest, _ = self._family.pictures
@@ -253,7 +191,7 @@ class DiffusionPolicy:
         if self._family.embeds:
             self._embeds.add(prompts, self._device)
 
-    def _condition(self, prompt: Prompt, rows: int) -> dict[str, Any]:
+    def condition(self, prompt: Prompt, rows: int) -> dict[str, Any]:
         """The prompt as the call takes it, for `rows` samples. Its pictures are read anew at every call."""
         image = self._family.image(_opened(prompt), rows)
         if not self._family.embeds:
@@ -344,7 +282,7 @@ class DiffusionPolicy:
 
     def draw(self, prompt: Prompt, generators: list[torch.Generator]) -> Any:
         """What the pipeline makes of `prompt` without events, one output for each generator, in the policy's output type."""
-        arguments = self._arguments(self._condition(prompt, len(generators)), generators, self._steps)
+        arguments = self._arguments(self.condition(prompt, len(generators)), generators, self._steps)
         outputs = self._call_pipeline(self.pipe, arguments)
         assert outputs is not None
         return outputs
@@ -364,12 +302,12 @@ class DiffusionPolicy:
     def _play(self, pipe: DiffusionPipeline, episode: Episode) -> Tensor | None:
         """One call of `pipe`, from where the episode begins; None if it ended before the decoding."""
         batch, begin = episode.batch, episode.begin
-        condition = self._condition(batch.prompt, len(batch.samples))
+        condition = self.condition(batch.prompt, len(batch.samples))
         arguments = self._arguments(condition, start_generators(batch), batch.stochastic.shape[1])
         skippable = nullcontext()
         if begin is not None and self.way == "tail":
             arguments["latents"] = begin.sample.expand(len(batch.samples), *begin.sample.shape[1:]).clone()
-        elif begin is not None:
+        if self._idle is not None or (begin is not None and self.way != "tail"):
             skippable = self._skippable(pipe)
         outer, self._active = self._active, pipe.scheduler
         try:
@@ -379,21 +317,31 @@ class DiffusionPolicy:
             self._active = outer
 
     @contextmanager
+    def idling(self) -> Iterator[None]:
+        """Inside, a model runs for its first call without gradients; it answers the others by zeros. For when only shapes count."""
+        self._idle = set()
+        try:
+            yield
+        finally:
+            self._idle = None
+
+    @contextmanager
     def _skippable(self, pipe: DiffusionPipeline) -> Iterator[None]:
-        """While fast-forwarding, the models answer zeros instead of running; nobody uses them."""
-        models = transformers_of(pipe).values()
+        """While fast-forwarding or idling, the models answer zeros instead of running; nobody uses them."""
+        models = [model for model in transformers_of(pipe).values() if "forward" not in vars(model)]
         for model in models:
-            model.forward = partial(self._skip_or_run, pipe.scheduler, model, model.forward)
+            model.forward = partial(self._skip_or_run, model, model.forward)
         try:
             yield
         finally:
             for model in models:
                 del model.forward
 
-    def _skip_or_run(
-        self, scheduler: RolloutScheduler, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        if not scheduler.skipping:
+    def _skip_or_run(self, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        idle = self._idle is not None and not torch.is_grad_enabled()
+        if not (self._active.skipping or (idle and model in self._idle)):
+            if idle:
+                self._idle.add(model)
             return forward(*args, **kwargs)
         latents = args[0] if args else kwargs["hidden_states"]
         return tree_map(partial(_zeros, rows=len(latents)), self._answers[model], is_leaf=_is_rows)
@@ -409,7 +357,7 @@ def _is_rows(answer: Any) -> bool:
 
 
 def _first_row(answer: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
-    return answer[:1].detach() if isinstance(answer, Tensor) else [answer[0].detach()]
+    return answer[:1].detach().clone() if isinstance(answer, Tensor) else [answer[0].detach().clone()]
 
 
 def _zeros(answer: Tensor | list[Tensor], rows: int) -> Tensor | list[Tensor]:

@@ -70,7 +70,7 @@ class Family:
 
 def _picture_frame(pipe: Any, latent: Tensor) -> Tensor:
     """The first latent frame of Wan 2.2 5B holds the picture; the other Wan models get it beside the latents."""
-    overwritten = torch.zeros_like(latent, dtype=torch.bool)  # (C, F, h, w)
+    overwritten = torch.zeros(latent.shape, dtype=torch.bool, device=latent.device)  # (C, F, h, w)
     overwritten[:, 0] = pipe.config.expand_timesteps
     return overwritten
 
@@ -311,7 +311,7 @@ def embeddings(pipe: Any, family: Family, made: Sequence[Sequence[Any]]) -> dict
     for name, value in values.items():
         if value is None and name.endswith("_embeds_mask"):  # nothing is padded; the call would warn without a mask
             embeds: Tensor = values[name.removesuffix("_mask")]
-            values[name] = embeds.new_ones(embeds.shape[:2], dtype=torch.long)
+            values[name] = torch.ones(embeds.shape[:2], dtype=torch.long, device=embeds.device)
     accepted = inspect.signature(pipe.__call__).parameters
     return {name: value for name, value in values.items() if name in accepted and _is_given(value)}
 
