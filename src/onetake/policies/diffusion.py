@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from onetake.noise import start_generators
+from onetake.parallel.shard import DeviceMesh, shard
 from onetake.policies import Observer
-from onetake.policies.adapters import Lora, Trainable, adapters_off
+from onetake.policies.adapters import Lora, Trainable, adapter_parameters, adapters_off
 from onetake.policies.episode import Episode
 from onetake.policies.families import embed, family_of, refuse, transformers_of
 from onetake.policies.finish import DpmSolver, Euler, Finish
@@ -124,6 +125,7 @@ class DiffusionPolicy:
         shipped = pipe.scheduler
         self.scheduler = pipe.scheduler = RolloutScheduler.replacing(shipped)
         self.version = self.calls = self.forwards = self.trained_forwards = 0
+        self.gathered: dict[str, nn.Parameter] = {}
         self.decode_seconds = 0.0
         if self._family.guidance is None:
             pipe.guider = pipe.guider.new(guidance_scale=guidance)
@@ -177,6 +179,16 @@ class DiffusionPolicy:
             finish=config.finish if isinstance(config.finish, DpmSolver) else None,
             frozen=frozen,
         )
+
+    def shard(self, mesh: DeviceMesh) -> None:
+        """Shard the transformers over the ranks of `mesh`, the reference's too. Adapters stay whole on every rank."""
+        trained, reference = transformers_of(self.pipe), transformers_of(self._reference_pipe)
+        for name, model in trained.items():
+            prefix = f"{name}." if len(trained) > 1 else ""
+            gathered = shard(model, mesh, adapter_parameters(model))
+            self.gathered |= {f"{prefix}{key}": value for key, value in gathered.items()}
+        for model in {*reference.values()} - {*trained.values()}:
+            shard(model, mesh, set())
 
     @property
     def module(self) -> nn.Module:
