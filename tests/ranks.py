@@ -51,12 +51,14 @@ def _one_rank(rank: int, size: int, port: int, folder: Path, function: Callable[
 class Collectives(TorchDispatchMode):
     """Counts what torch.distributed sends: (operation, bytes of this rank's tensors), in order."""
 
+    LOCAL = ("wait_tensor", "_wrap_tensor_autograd")
+
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[str, int]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace in ("c10d", "_c10d_functional") and func.overloadpacket.__name__ != "wait_tensor":
+        if func.namespace in ("c10d", "_c10d_functional") and func.overloadpacket.__name__ not in self.LOCAL:
             tensors = [leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, torch.Tensor)]
             self.seen.append((func.overloadpacket.__name__, sum(t.numel() * t.element_size() for t in tensors)))
         return func(*args, **(kwargs or {}))
@@ -281,3 +283,27 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def sharded_updates(ranks: World, cases: list[tuple], shard: Any = "all") -> list[dict[str, Any]]:
     return [sharded_update(ranks, *case, shard) for case in cases]
+
+
+def continued_run(ranks: World, folder: Path, *overrides: str) -> None:
+    """Goes on with the run in `folder`."""
+    from onetake import config
+    from onetake.session import continued
+    from onetake.train import Watcher, train
+
+    session = ranks.told(lambda: continued(folder, list(overrides), ranks.size))
+    train(session.recipe, folder, config.dump(session.recipe), Watcher(say=lambda line: None), ranks)
+
+
+def sharded_session(ranks: World, cases: list[tuple], recipe: Path, root: Path, shard: Any = "all") -> list[dict]:
+    """The updates of `cases`; a sharded run's first half, the second half of a run that one process began, and a run in halves."""
+    begun, sharding = root / f"begun-on-{ranks.size}", f"parallel.shard={shard}"
+    updates = sharded_updates(ranks, cases, shard)
+    whole_run(ranks, recipe, f"out={begun}", "updates=1", sharding)
+    continued_run(ranks, root / "begun-on-1", "updates=2", sharding)
+    whole_run(ranks, recipe, f"out={root / 'lora'}", "updates=1", sharding, *LORA)
+    continued_run(ranks, root / "lora", "updates=2", sharding)
+    return updates
+
+
+LORA = ("policy.trainable={kind: lora, rank: 2}", "ema=null", "execution=retain")

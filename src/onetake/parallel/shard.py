@@ -7,12 +7,12 @@ So its own reduction stays off, gradients pile up in the gathered tensors' `.gra
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
@@ -203,5 +203,7 @@ def load_shards(folder: Path, like: dict[str, nn.Parameter]) -> dict[str, Tensor
     """What `save_shards` wrote as ``NAME.KEY``, on any number of ranks, sharded as the parameter ``like[NAME]`` is now."""
     names = FileSystemReader(folder).read_metadata().state_dict_metadata
     tensors = {name: torch.zeros_like(like[name.rpartition(".")[0]]) for name in names}
-    load(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    with warnings.catch_warnings():  # one process without a group is what is meant
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        load(tensors, checkpoint_id=folder)
     return tensors
