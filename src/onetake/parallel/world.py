@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
 
 from onetake.parallel.shard import DTensor, held, shards_of, sum_shards
 
@@ -163,7 +164,11 @@ def world() -> Iterator[World]:
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(timeout=PATIENCE)
+    store, rank, size = next(rendezvous("env://", timeout=PATIENCE))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # torchrun's store outlives a restart, and with it the addresses of ranks that are dead: each attempt has keys of its own
+    own = dist.PrefixStore(f"attempt {attempt}", store)  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group(store=own, rank=rank, world_size=size, timeout=PATIENCE)
     yield Ranks()
     dist.destroy_process_group()
 
