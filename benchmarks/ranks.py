@@ -87,7 +87,6 @@ def one_update(policy: DiffusionPolicy, row: str, ranks: World, arguments: argpa
     dealt = deal(size, ["a prompt"], policy, All(), Grpo(), address)
     strategy = EXECUTIONS[execution]()
     policy.module.zero_grad(set_to_none=True)
-    ranks.rows(torch.zeros(1))  # all begin at once
     cpu, wall = time.process_time(), time.perf_counter()
     rollout = sample(policy, strategy, size.over(ranks.size).share(dealt, ranks.rank), dealt)
     scores = torch.linspace(-1, 1, arguments.group, dtype=torch.float64).repeat(ranks.size, 1)
@@ -114,6 +113,7 @@ def lines(ranks: World, arguments: argparse.Namespace) -> Iterator[str]:
         for number in range(arguments.rounds + 1):
             order = list(ROWS)[number % len(ROWS) :] + list(ROWS)[: number % len(ROWS)]
             for row in order:
+                ranks.rows(torch.zeros(1))  # all begin at once
                 if number == 0:
                     with Sent() as sent[row]:
                         one_update(policy, row, ranks, arguments)
