@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.multiprocessing
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from helpers import PROMPTS, move
 from onetake.advantages import Advantages
@@ -19,8 +20,9 @@ from onetake.coefficients import Coefficients
 from onetake.execution import EXECUTIONS, Recompute
 from onetake.execution.sampling import RolloutConfig, deal, sample, score
 from onetake.objectives import Grpo, Kl
-from onetake.parallel import World, world
-from onetake.policies import trainable
+from onetake.parallel import ParallelConfig, World, world
+from onetake.parallel.shard import DTensor, held
+from onetake.policies import leaves, trainable
 from onetake.policies.toy import ToyPolicy
 from onetake.records import Address
 from onetake.rewards import Rewards
@@ -49,13 +51,15 @@ def _one_rank(rank: int, size: int, port: int, folder: Path, function: Callable[
 class Collectives(TorchDispatchMode):
     """Counts what torch.distributed sends: (operation, bytes of this rank's tensors), in order."""
 
+    LOCAL = ("wait_tensor", "_wrap_tensor_autograd")
+
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[str, int]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            tensors = [tensor for tensor in args[0] if isinstance(tensor, torch.Tensor)]
+        if func.namespace in ("c10d", "_c10d_functional") and func.overloadpacket.__name__ not in self.LOCAL:
+            tensors = [leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, torch.Tensor)]
             self.seen.append((func.overloadpacket.__name__, sum(t.numel() * t.element_size() for t in tensors)))
         return func(*args, **(kwargs or {}))
 
@@ -102,7 +106,7 @@ def toy_update(ranks: World, execution: str, variant: str, sizes: dict[str, Any]
     with Collectives() as sent:
         strategy.accumulate(policy, rollout, Coefficients(objective, rollout))
         found["own"] = {name: p.grad.clone() for name, p in trainable(policy).items()}
-        ranks.sum_gradients(policy.module.parameters())
+        ranks.sum_gradients(policy.module.parameters(), policy.module.parameters())
     found |= {"sent": sent.seen, "gradient": {name: p.grad.clone() for name, p in trainable(policy).items()}}
 
     policy.module.zero_grad(set_to_none=True)
@@ -110,7 +114,7 @@ def toy_update(ranks: World, execution: str, variant: str, sizes: dict[str, Any]
     policy.version += 1
     coefficients = Coefficients(objective, rollout)
     Recompute(kl).accumulate(policy, rollout, coefficients)
-    ranks.sum_gradients(policy.module.parameters())
+    ranks.sum_gradients(policy.module.parameters(), policy.module.parameters())
     coefficients.share(ranks.rows)
     found |= {
         "second": {name: p.grad for name, p in trainable(policy).items()},
@@ -138,7 +142,7 @@ def missing_gradients(ranks: World) -> list[Any]:
     """Rank r has a gradient for parameter r alone; nobody has one for the last."""
     parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(ranks.size + 1)]
     parameters[ranks.rank].grad = torch.full((2,), 1.0 + ranks.rank)
-    ranks.sum_gradients(parameters)
+    ranks.sum_gradients(parameters, parameters)
     return [None if p.grad is None else p.grad.tolist() for p in parameters]
 
 
@@ -230,3 +234,76 @@ CONVENTIONAL = (
     "updates_per_rollout=2",
     "ema={decay: 0.5, every: 2}",
 )
+
+
+# Sharded weights
+
+
+def latents_length(x, prompts):
+    return x.flatten(1).norm(dim=1)
+
+
+def sharded_update(ranks: World, kind: str, execution: str, sizes: dict[str, Any], shard: Any) -> dict[str, Any]:
+    """The gradient of one update of a tiny float64 pipeline whose transformer is sharded over `shard` ranks; what was sent."""
+    from onetake.policies.adapters import Full, Lora
+    from onetake.policies.diffusion import DiffusionPolicy
+    from tiny import tiny_sd3
+
+    pipe, objective, strategy = tiny_sd3(dtype=torch.float64), Grpo(), EXECUTIONS[execution]()
+    {"lora": Lora(rank=2), "full": Full()}[kind].attach(pipe, 0)
+    pipe.transformer.double()
+    call = {"max_sequence_length": 8}
+    policy = DiffusionPolicy(pipe, kernel=Flow(), steps=3, call=call, output_type="latent")
+    move(policy)
+    mesh = ParallelConfig(shard=shard).mesh(ranks.size, torch.device("cpu"))
+    if mesh is not None:
+        policy.shard(mesh)
+    config, address = RolloutConfig(**sizes), Address(seed=1, stream="train", update=0)
+    dealt = deal(config, PROMPTS, policy, All(), objective, address)
+    parameters = trainable(policy)
+    with Collectives() as sampling:
+        rollout = sample(policy, strategy, config.over(ranks.size).share(dealt, ranks.rank), dealt)
+    score(rollout, Rewards(functions={"length": latents_length}, weights={"length": 1.0}), Advantages(), None, ranks)
+    with Collectives() as backward:
+        strategy.accumulate(policy, rollout, Coefficients(objective, rollout))
+    with Collectives() as reduction:
+        ranks.sum_gradients(parameters.values(), leaves(policy).values())
+    return {
+        "gradient": {name: whole(p.grad) for name, p in parameters.items()},
+        "held": sum(held(p).numel() for p in policy.module.parameters()),
+        "sampling": sampling.seen,
+        "backward": backward.seen,
+        "reduction": reduction.seen,
+    }
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded_updates(ranks: World, cases: list[tuple], shard: Any = "all") -> list[dict[str, Any]]:
+    return [sharded_update(ranks, *case, shard) for case in cases]
+
+
+def continued_run(ranks: World, folder: Path, *overrides: str) -> None:
+    """Goes on with the run in `folder`."""
+    from onetake import config
+    from onetake.session import continued
+    from onetake.train import Watcher, train
+
+    session = ranks.told(lambda: continued(folder, list(overrides), ranks.size))
+    train(session.recipe, folder, config.dump(session.recipe), Watcher(say=lambda line: None), ranks)
+
+
+def sharded_session(ranks: World, cases: list[tuple], recipe: Path, root: Path, shard: Any = "all") -> list[dict]:
+    """The updates of `cases`; a sharded run's first half, the second half of a run that one process began, and a run in halves."""
+    begun, sharding = root / f"begun-on-{ranks.size}", f"parallel.shard={shard}"
+    updates = sharded_updates(ranks, cases, shard)
+    whole_run(ranks, recipe, f"out={begun}", "updates=1", sharding)
+    continued_run(ranks, root / "begun-on-1", "updates=2", sharding)
+    whole_run(ranks, recipe, f"out={root / 'lora'}", "updates=1", sharding, *LORA)
+    continued_run(ranks, root / "lora", "updates=2", sharding)
+    return updates
+
+
+LORA = ("policy.trainable={kind: lora, rank: 2}", "ema=null", "execution=retain")

@@ -53,14 +53,14 @@ def test_a_checkpoint_reads_back(tmp_path):
     assert found == saved
     assert found.state == state(20, 0.5)
     assert load_file(found.weights / "weights.safetensors")["weight"].eq(20).all()
-    assert torch.equal(found.optimizer()["weight.exp_avg"], torch.arange(6.0).view(2, 3).mT)
+    assert torch.equal(found.optimizer({})["weight.exp_avg"], torch.arange(6.0).view(2, 3).mT)
     assert (found.folder / "config.yaml").read_text() == RECIPE
     assert names(tmp_path) == ["update-000020"]
 
 
 def test_before_the_first_update_there_is_nothing_to_keep_of_the_optimizer(tmp_path):
     saved = Checkpoints(tmp_path, CheckpointConfig()).save(state(0), lambda folder: None, {}, RECIPE)
-    assert read(saved.folder).optimizer() == {}
+    assert read(saved.folder).optimizer({}) == {}
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path):
     found = read(saved.folder)
     resumed.load_state_dict(load_file(found.weights / "w.safetensors"))
     again = Optimizer(config, resumed_parameters)
-    again.load(found.optimizer())
+    again.load(found.optimizer({}))
     assert run(resumed, again, range(4, 9)) == wanted
     assert all(torch.equal(resumed_parameters[name], value) for name, value in parameters.items())
     assert again.state().keys() == optimizer.state().keys()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -345,8 +348,67 @@ def test_a_launched_job_that_ends_early_says_why_and_one_process_goes_on(recipe_
     assert_same_up_to_rounding(folder, tiny_runs[0] / "whole-1")
 
 
-def launched(recipe: Path, folder: Path) -> subprocess.Popen:
-    command = [sys.executable, "-m", "onetake", "train", str(recipe), "--nproc", "2", "--set", f"out={folder}"]
+KILLS = 20
+
+
+@pytest.mark.slow
+def test_ranks_killed_at_random_moments_are_started_again_and_end_as_uninterrupted(recipe_file, tmp_path):
+    """One of three kills falls anywhere in a start, the others after progress, so that the run ends."""
+    folder, wanted, randomness, seen = tmp_path / "run", tmp_path / "whole", random.Random(0), 0
+    updates = f"updates={KILLS + 4}"
+    on_ranks(2, tmp_path / "ranks", whole_run, recipe_file, f"out={wanted}", updates)
+    job, dead = launched(recipe_file, folder, "--restarts", str(KILLS), "--set", updates), set()
+    for _ in range(KILLS):
+        wait_for(job, lambda: len(living(job) - dead) == 2)  # noqa: B023
+        if randomness.random() > 1 / 3:
+            wait_for(job, lambda: progress(folder) > seen)  # noqa: B023
+        time.sleep(randomness.uniform(0, 3))
+        pids = living(job) - dead
+        if len(pids) < 2:
+            break  # it ended in the meantime
+        seen, dead = progress(folder), dead | pids
+        os.kill(randomness.choice(sorted(pids)), signal.SIGKILL)
+    out, err = job.communicate(timeout=600)
+    assert job.returncode == 0, (out, err)
+    assert len(dead) > KILLS  # more than half of the kills
+    ours, theirs = last_weights(folder), last_weights(wanted)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours | theirs)
+    assert untimed(folder) == untimed(wanted)
+
+
+def last_weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(
+        sorted((folder / "checkpoints").glob("update-*"))[-1] / "weights" / "pytorch_lora_weights.safetensors"
+    )
+
+
+def progress(folder: Path) -> int:
+    """The last update with a checkpoint."""
+    return max((int(p.name[-6:]) for p in (folder / "checkpoints").glob("update-*")), default=0)
+
+
+def wait_for(job: subprocess.Popen, condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 300
+    while not condition():
+        if job.poll() is not None:
+            return
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.005)
+
+
+def launched(recipe: Path, folder: Path, *options: str) -> subprocess.Popen:
+    command = [
+        sys.executable,
+        "-m",
+        "onetake",
+        "train",
+        str(recipe),
+        "--nproc",
+        "2",
+        "--set",
+        f"out={folder}",
+        *options,
+    ]
     search = os.pathsep.join(
         [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     )  # the reward is in ranks.py
@@ -355,5 +417,15 @@ def launched(recipe: Path, folder: Path) -> subprocess.Popen:
 
 
 def rank_1_of(job: subprocess.Popen) -> int:
-    children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
-    return next(pid for pid in map(int, children) if b"RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
+    return next(pid for pid in living(job) if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
+
+
+def living(job: subprocess.Popen) -> set[int]:
+    """The processes of a job's ranks."""
+    children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split() if job.poll() is None else []
+    found = set()
+    for pid in map(int, children):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if b"\0RANK=" in Path(f"/proc/{pid}/environ").read_bytes():
+                found.add(pid)
+    return found

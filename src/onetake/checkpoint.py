@@ -13,8 +13,10 @@ from typing import Any
 
 from pydantic import Field
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
+from onetake.parallel import ALONE, World
+from onetake.parallel.shard import DTensor, load_shards, save_shards
 from onetake.records import Config
 
 
@@ -60,8 +62,10 @@ class Checkpoint:
         """The weights that evaluations use."""
         return self.ema if self.ema.is_dir() else self.weights
 
-    def optimizer(self) -> dict[str, Tensor]:
-        return load_file(self.folder / "optimizer.safetensors")
+    def optimizer(self, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+        """What the optimizer of `parameters` saved; what was sharded then is sharded as they are now."""
+        whole, shards = load_file(self.folder / "optimizer.safetensors"), self.folder / "optimizer"
+        return whole | (load_shards(shards, parameters) if shards.is_dir() else {})
 
 
 class Checkpoints:
@@ -72,16 +76,41 @@ class Checkpoints:
         self._config = config
 
     def save(
-        self, state: State, save_weights: Callable[[Path], None], optimizer: dict[str, Tensor], recipe: str
+        self,
+        state: State,
+        save_weights: Callable[[Path], None],
+        optimizer: dict[str, Tensor],
+        recipe: str,
+        world: World = ALONE,
     ) -> Checkpoint:
-        """Write the checkpoint of `state`, then drop those no longer kept. `save_weights` gets the new folder."""
-        final = self._root / f"update-{state.update:06d}"
+        """Write the checkpoint of `state`, then drop those no longer kept. `save_weights` gets the new folder.
+
+        Ranks call it together: rank 0 writes, and each its shards of what `optimizer` holds sharded.
+        """
+        aside = world.told(lambda: self._aside(state))
+        save_weights(aside)
+        shards: dict[str, Tensor] = {name: tensor for name, tensor in optimizer.items() if isinstance(tensor, DTensor)}
+        if shards:
+            save_shards(shards, aside / "optimizer")
+        whole = {name: tensor.contiguous() for name, tensor in optimizer.items() if name not in shards}
+        world.once(lambda: self._complete(aside, state, whole, recipe))
+        return Checkpoint(folder=self._final(state), state=state)
+
+    def _final(self, state: State) -> Path:
+        return self._root / f"update-{state.update:06d}"
+
+    def _aside(self, state: State) -> Path:
+        """An empty folder that no one takes for a checkpoint yet."""
+        final = self._final(state)
         aside = self._root / f".{final.name}.partial"
         for leftover in (aside, final):
             shutil.rmtree(leftover, ignore_errors=True)
         (aside / "weights").mkdir(parents=True)
-        save_weights(aside)
-        save_file({name: tensor.contiguous() for name, tensor in optimizer.items()}, aside / "optimizer.safetensors")
+        return aside
+
+    def _complete(self, aside: Path, state: State, optimizer: dict[str, Tensor], recipe: str) -> None:
+        final = self._final(state)
+        save_file(optimizer, aside / "optimizer.safetensors")
         (aside / "config.yaml").write_text(recipe)
         digests = {str(p.relative_to(aside)): _digest(p) for p in sorted(aside.rglob("*")) if p.is_file()}
         content = {"state": asdict(state), "files": digests}
@@ -91,7 +120,6 @@ class Checkpoints:
         aside.rename(final)
         _flush(self._root)
         self._prune()
-        return Checkpoint(folder=final, state=state)
 
     def latest(self, say: Callable[[str], None]) -> Checkpoint | None:
         """The newest whole checkpoint. Damaged ones are passed over, and `say` is told which and why."""

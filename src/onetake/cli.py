@@ -51,6 +51,9 @@ def train(
     quick: Annotated[bool, typer.Option("--quick", help="The recipe's small variant, to see that it works.")] = False,
     resume: Annotated[Path | None, typer.Option(help="A run folder to continue, bit for bit.")] = None,
     nproc: Annotated[int, typer.Option(min=1, help="Processes on this machine, one for each GPU; by torchrun.")] = 1,
+    restarts: Annotated[
+        int, typer.Option(min=0, help="Times to go on from the last checkpoint when a process has died.")
+    ] = 0,
 ) -> None:
     """Train a policy; without a recipe, the built-in task. Ends with before → after and a report."""
     from onetake.parallel import world
@@ -58,9 +61,9 @@ def train(
 
     name, changes = f"{recipe}-quick" if quick else recipe, overrides or []
     with _errors_in_one_place():
-        if nproc > 1:
+        if nproc > 1 or restarts:
             options = [f"--set={change}" for change in changes] + ([f"--resume={resume}"] if resume else [])
-            launch(nproc, ["train", name, *options])
+            launch(nproc, ["train", name, *options], restarts=restarts)
             return
         from onetake.session import continued, opened, train_and_report
 

@@ -80,9 +80,11 @@ def dump(recipe: Recipe) -> str:
 
 
 def changes(old: Recipe, new: Recipe) -> list[str]:
-    """``key: old → new`` for every value that differs. The number of updates may grow and `out` may move."""
+    """``key: old → new`` for every value that differs, but for those that may: `updates` (grow), `out`, `parallel`."""
     before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
-    keys = [k for k in before | after if before.get(k) != after.get(k) and k not in ("updates", "out")]
+    keys = [
+        k for k in before | after if before.get(k) != after.get(k) and k not in ("updates", "out", "parallel.shard")
+    ]
     found = [f"{key}: {before.get(key)} → {after.get(key)}" for key in keys]
     if new.updates < old.updates:
         found.append(f"updates: {old.updates} → {new.updates} (may grow, not shrink)")

@@ -55,6 +55,9 @@ class Ema:
         finally:
             self._swap()
 
+    @torch.no_grad()
     def _swap(self) -> None:
-        for index, parameter in enumerate(self._parameters):
-            parameter.data, self._means[index] = self._means[index], parameter.data
+        for mean, parameter in zip(self._means, self._parameters, strict=True):
+            weights = parameter.clone()
+            parameter.copy_(mean)  # in place: a sharded parameter's memory is FSDP2's
+            mean.copy_(weights)

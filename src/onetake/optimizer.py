@@ -9,6 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from onetake.parallel.shard import placed, total_norm
 from onetake.records import Config
 
 
@@ -58,7 +59,7 @@ class Optimizer:
         Raises ValueError if the gradient is not finite; nothing is changed then.
         """
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(gradients))
+        norm = total_norm(gradients)
         if not math.isfinite(norm):
             raise ValueError(
                 f"update {update + 1}: the gradient's norm is {norm}; nothing was changed, the last checkpoint stands"
@@ -72,15 +73,13 @@ class Optimizer:
         rate = self._adam.param_groups[0]["lr"] = self.learning_rate(update)
         self._adam.step()
         self._adam.zero_grad(set_to_none=True)
-        moved = torch.nn.utils.get_total_norm(
-            [p.detach() - old for p, old in zip(self._parameters.values(), before, strict=True)]
-        )
+        moved = total_norm([p.detach() - old for p, old in zip(self._parameters.values(), before, strict=True)])
         clipped = norm if limit is None else min(norm, limit)
         return {
             "skipped": 0,
             "grad_norm": norm,
             "grad_norm_clipped": clipped,
-            "step_norm": float(moved),
+            "step_norm": moved,
             "learning_rate": rate,
         }
 
@@ -105,12 +104,12 @@ class Optimizer:
         return {_NORMS: torch.tensor(self._norms, dtype=torch.float64), **moments}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Restore what `state` gave."""
+        """Restore what `state` gave; a moment may be whole where the parameter is now sharded."""
         self._norms = state[_NORMS].tolist()
         for name, parameter in self._parameters.items():
             restored = {
                 key.removeprefix(f"{name}."): value for key, value in state.items() if key.startswith(f"{name}.")
             }
             self._adam.state[parameter] = {
-                key: value if key == "step" else value.to(parameter.device) for key, value in restored.items()
+                key: value if key == "step" else placed(value, parameter) for key, value in restored.items()
             }

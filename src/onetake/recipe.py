@@ -15,6 +15,7 @@ from onetake.evaluation import EvaluationConfig
 from onetake.execution.sampling import RolloutConfig
 from onetake.objectives import Grpo, Kl, ObjectiveConfig
 from onetake.optimizer import OptimizerConfig
+from onetake.parallel import ParallelConfig
 from onetake.policies.loading import PolicyConfig
 from onetake.records import Config
 from onetake.selection import All, Selection
@@ -32,6 +33,7 @@ class Recipe(Config):
     advantages: Advantages = Advantages()
     execution: Literal["recompute", "retain", "reweight"] = "retain"
     rollout: RolloutConfig = RolloutConfig()
+    parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     ema: EmaConfig | None = None
     updates: int = Field(default=100, ge=1, description="optimizer steps of the run")
@@ -62,6 +64,8 @@ class Recipe(Config):
     def problems(self, ranks: int = 1) -> list[str]:
         """All reasons why the run could not work on `ranks` processes, in the recipe's words; empty if there are none."""
         found = [*self.task.problems(), *self.policy.problems(), *self.rollout.problems(ranks)]
+        layout, per = self.rollout.over(ranks), self.selection.per
+        found += self.parallel.problems(layout, events_per=per, resample=self.rollout.resample)
         checked = [
             self.selection.problem(self.policy.steps),
             self.objective.problem(self.policy.kernel),

@@ -1,13 +1,14 @@
 """Selections: which transitions of which trajectory are stochastic and trained. The last step never is.
 
-Each is a pure function of the seed and the update, so every rank draws the same choice without communication.
+Each is a pure function of the seed and the update, so every rank draws the same choice without communication. `per` says
+whose choice it is: events are the same for all trajectories of the update, of a group, or differ from sample to sample.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -21,6 +22,7 @@ class All(Config):
     """Every step but the last (Flow-GRPO)."""
 
     kind: Literal["all"] = "all"
+    per: ClassVar[Literal["update"]] = "update"
 
     def problem(self, steps: int) -> str | None:
         return (
@@ -71,6 +73,7 @@ class Window(Config):
     """
 
     kind: Literal["window"] = "window"
+    per: ClassVar[Literal["update"]] = "update"
     size: int = Field(default=2, ge=1)
     place: Literal["random", "sliding", "fixed"] = "random"
     start: int = Field(default=0, ge=0)

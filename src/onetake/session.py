@@ -23,6 +23,7 @@ from onetake.checkpoint import Checkpoint, Checkpoints, read
 from onetake.evaluation import Evaluation
 from onetake.execution.preflight import Preflight
 from onetake.parallel import ALONE, World
+from onetake.parallel.launch import may_restart, restarted
 from onetake.policies.adapters import apply_weights
 from onetake.policies.diffusion import DiffusionPolicy
 from onetake.policies.loading import load_pipeline
@@ -42,8 +43,17 @@ class Session:
 
 
 def opened(name: str, overrides: list[str], ranks: int = 1) -> Session:
-    """A new run of a recipe: everything is checked, then its folder is made. Raises ValueError before that if not."""
+    """A new run of a recipe: everything is checked, then its folder is made. Raises ValueError before that if not.
+
+    Where torchrun has started the ranks again, it is the run that they had begun.
+    """
     recipe = config.load(config.recipe_text(name), overrides, ranks)
+    if may_restart() and recipe.out is None:
+        raise ValueError(
+            "out: a run that torchrun may start again must find its folder then; name one with --set out=…, or allow no restarts"
+        )
+    if restarted() and recipe.out is not None and (recipe.out / "config.yaml").is_file():
+        return continued(recipe.out, overrides, ranks)
     folder = recipe.out or _next_free(Path("runs"), Path(name).stem)
     if folder.is_dir() and any(folder.iterdir()):
         raise ValueError(

@@ -25,7 +25,7 @@ from onetake.execution.sampling import deal, redeal, sample, score
 from onetake.metrics import Elapsed, Log, Stopwatch, peak_rss_mib
 from onetake.optimizer import Optimizer
 from onetake.parallel import ALONE, World
-from onetake.policies import trainable
+from onetake.policies import leaves, trainable
 from onetake.policies.diffusion import DiffusionPolicy
 from onetake.recipe import Recipe
 from onetake.records import Address, MicroBatch, Rollout
@@ -109,11 +109,15 @@ class Run:
             recipe.policy, recipe.pipeline_source, recipe.seed, with_reference=recipe.penalty is not None
         )
         self.policy.check(self.task.train + self.task.held_out)
-        self.policy.to(device_of(recipe))
+        device = device_of(recipe)
+        mesh = recipe.parallel.mesh(self.world.size, device)
+        if mesh is not None:
+            self.policy.shard(mesh)
+        self.policy.to(device)
         self.execution: Execution = EXECUTIONS[recipe.execution](recipe.penalty)
-        self.parameters = list(trainable(self.policy).values())
-        self.optimizer = Optimizer(recipe.optimizer, trainable(self.policy))
-        self.ema = Ema(recipe.ema, trainable(self.policy)) if recipe.ema is not None else None
+        self.parameters = trainable(self.policy)
+        self.optimizer = Optimizer(recipe.optimizer, self.parameters)
+        self.ema = Ema(recipe.ema, self.parameters) if recipe.ema is not None else None
         self.log = Log(self.folder / "metrics.jsonl")
         self.checkpoints = Checkpoints(self.folder / "checkpoints", recipe.checkpoint)
         self.layout = recipe.rollout.over(self.world.size)
@@ -131,7 +135,7 @@ class Run:
         self.elapsed = Elapsed()
         self.world.once(lambda: self.log.rewind(-1 if found is None else found.state.update))
         if found is None:
-            self.world.once(self.evaluate)
+            self.evaluate()
         else:
             self.resume(found)
 
@@ -141,7 +145,7 @@ class Run:
             self.recipe.policy.trainable.load(self.policy.pipe, checkpoint.ema)
             self.ema.take()
         self.recipe.policy.trainable.load(self.policy.pipe, checkpoint.weights)
-        self.optimizer.load(checkpoint.optimizer())
+        self.optimizer.load(checkpoint.optimizer(self.parameters))
         self.update = self.saved = self.policy.version = state.update
         self.earlier = self.spent = Spent(state.calls, state.forwards, state.saved_forwards)
         if self.execution.kl is not None:
@@ -180,7 +184,7 @@ class Run:
             self.execution.kl = self.execution.kl.controlled(columns["kl"])
         due = self.update == self.recipe.updates
         evaluated = due or self._passed(self.recipe.evaluation.every)
-        held_out = self.world.once(self.evaluate) if evaluated else None
+        held_out = self.evaluate() if evaluated else None
         if evaluated or self._passed(self.recipe.checkpoint.every):
             self.checkpoint(held_out)
 
@@ -228,7 +232,7 @@ class Run:
         coefficients = Coefficients(self.recipe.objective, rollout)
         with self.phase(clock, "backward"):
             execution.accumulate(self.policy, rollout, coefficients)
-            self.world.sum_gradients(self.parameters)
+            self.world.sum_gradients(self.parameters.values(), leaves(self.policy).values())
         coefficients.share(self.world.rows)
         if self.policy.version == rollout.version:
             drifted(coefficients.shift, rollout.transitions[0][0].dims)
@@ -237,7 +241,7 @@ class Run:
             stepped = self.optimizer.step(self.update) if live else self.optimizer.skip()
         self.update += 1
         self.policy.version += 1
-        self.world.check_equal(self.parameters, f"update {self.update}")
+        self.world.check_equal(self.parameters.values(), f"update {self.update}")
         if self.ema is not None:
             self.ema.update(self.update)
         here = torch.tensor([[self.policy.calls, self.policy.forwards, self.saved_forwards]])
@@ -264,14 +268,20 @@ class Run:
                 f"{self.recipe.optimizer.abnormal:g} times the median of the last ones (optimizer.abnormal)"
             )
 
-    def evaluate(self) -> Evaluation:
+    def evaluate(self) -> Evaluation | None:
+        """By rank 0; where weights are sharded, by all ranks at once, since none can run the model by itself."""
+        if self.world.rank > 0 and not self.policy.gathered:
+            return None
         with self.ema.applied() if self.ema is not None else nullcontext():
             result = evaluate(self.policy, self.task, self.recipe.evaluation, seed=self.recipe.seed)
+        self.world.once(lambda: self.record(result))
+        return result
+
+    def record(self, result: Evaluation) -> None:
         columns = {"kind": "evaluation", "update": self.update, **self.elapsed.columns(), **self.spent.columns()}
         self.log.write(**columns, **result.summary)
         evaluation.save(result, self.task, self.folder / "evaluations", self.update)
         self.watch.evaluation(self.update, result)
-        return result
 
     def checkpoint(self, held_out: Evaluation | None) -> None:
         summary = held_out.summary if held_out is not None else {}
@@ -284,16 +294,15 @@ class Run:
             kl_beta=self.execution.kl.beta if self.execution.kl is not None else 0.0,
             held_out=summary.get("success_rate", summary.get("score_mean")),
         )
-        moments = self.optimizer.state()
-        self.world.once(lambda: self.checkpoints.save(state, self.save_weights, moments, self.recipe_text))
+        self.checkpoints.save(state, self.save_weights, self.optimizer.state(), self.recipe_text, self.world)
         self.saved = self.update
 
     def save_weights(self, folder: Path) -> None:
         """Into ``weights/``, and their average into ``ema/``."""
-        self.recipe.policy.trainable.save(self.policy.pipe, folder / "weights")
+        self.recipe.policy.trainable.save(self.policy.pipe, folder / "weights", self.world)
         if self.ema is not None:
             with self.ema.applied():
-                self.recipe.policy.trainable.save(self.policy.pipe, folder / "ema")
+                self.recipe.policy.trainable.save(self.policy.pipe, folder / "ema", self.world)
 
     def outcome(self, *, stopped: bool) -> Outcome:
         evaluations = {line["update"]: line for line in self.log.read() if line["kind"] == "evaluation"}

@@ -82,7 +82,7 @@ class _Account:
 
 
 class Bank:
-    """One gradient per trajectory of a micro-batch, for every trainable parameter."""
+    """One gradient per trajectory of a micro-batch, for every trainable parameter: for the leaves of its graphs, by name."""
 
     def __init__(self, module: nn.Module, parameters: dict[str, nn.Parameter], samples: int) -> None:
         """Raises ValueError naming the parameters whose per-trajectory gradient cannot be had with B > 1."""
@@ -121,7 +121,7 @@ class Bank:
             for parameter, gradient in self._gradients(log_prob, cotangent, retain_graph):
                 self._add_sum(parameter, gradient[None])
             return
-        before = {p: p.grad for layer in self._owners for p in layer.parameters(recurse=False)}
+        before = {p: p.grad for p in self._parameters.values()}
         log_prob.backward(cotangent, retain_graph=retain_graph)
         for parameter, gradient in before.items():  # what hooked layers summed over rows is not wanted
             parameter.grad = gradient
@@ -256,10 +256,10 @@ def _is_scale(layer: nn.Module) -> bool:
 
 def _owners(module: nn.Module, parameters: dict[str, nn.Parameter]) -> list[nn.Module]:
     """The layers that own trainable parameters, each known to `Bank`."""
-    wanted = {id(p) for p in parameters.values()}
     owners, unknown = [], []
     for name, layer in module.named_modules():
-        own = [n for n, p in layer.named_parameters(recurse=False) if id(p) in wanted]
+        prefix = f"{name}." if name else ""
+        own = [n for n, _ in layer.named_parameters(recurse=False) if f"{prefix}{n}" in parameters]
         if not own:
             continue
         plain_conv = isinstance(layer, nn.Conv2d) and layer.groups == 1 and layer.padding_mode == "zeros"

@@ -16,7 +16,7 @@ from onetake.execution.base import Execution
 from onetake.execution.recompute import Recompute
 from onetake.execution.sampling import sample
 from onetake.objectives import Objective
-from onetake.policies import Policy, trainable
+from onetake.policies import Policy, leaves
 from onetake.records import Entry, MicroBatch, Rollout, Transition
 
 GRADIENT_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -187,7 +187,8 @@ def _unreached(policy: Policy) -> list[str]:
     """Names of the policy's models, if it has several, that got no gradient at all: their noise levels were not selected."""
     if not isinstance(policy.module, nn.ModuleDict):
         return []
-    silent = [name for name, model in policy.module.items() if all(p.grad is None for p in model.parameters())]
+    reached = {name.partition(".")[0] for name, leaf in leaves(policy).items() if leaf.grad is not None}
+    silent = [name for name in policy.module if name not in reached]
     return silent if len(silent) < len(policy.module) else []
 
 
@@ -195,7 +196,7 @@ def _taken_gradients(policy: Policy) -> dict[str, Tensor]:
     """The gradients in p.grad, which is cleared. Raises PreflightError where one is missing or not finite."""
     gradients = {}
     unreached = tuple(f"{name}." for name in _unreached(policy))
-    for name, parameter in trainable(policy).items():
+    for name, parameter in leaves(policy).items():
         if name.startswith(unreached):
             continue
         if parameter.grad is None:

@@ -12,7 +12,7 @@ from onetake.coefficients import Coefficients
 from onetake.execution.bank import Bank
 from onetake.execution.base import fresh
 from onetake.objectives import Kl
-from onetake.policies import Observer, Policy, trainable
+from onetake.policies import Observer, Policy, leaves
 from onetake.records import MicroBatch, Rollout, Transition
 
 
@@ -31,7 +31,7 @@ class Reweight:
 
     @contextmanager
     def observing(self, policy: Policy, batch: MicroBatch) -> Iterator[tuple[Observer, Bank]]:
-        bank = Bank(policy.module, trainable(policy), len(batch.samples))
+        bank = Bank(policy.module, leaves(policy), len(batch.samples))
         direct = self.kl if self.kl is not None and not self.kl.as_reward else None
 
         def backpropagate(transition: Transition) -> None:

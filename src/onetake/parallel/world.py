@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other. The only file that talks to torch.distributed.
+"""What the processes of a run tell each other.
 
 A run is written once, for any number of processes: it asks its world, and alone in it the answers cost nothing.
 Every method of `Ranks` but `once` is a collective: all ranks call it, in the same order.
@@ -16,6 +16,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
+
+from onetake.parallel.shard import DTensor, held, shards_of, sum_shards
 
 T = TypeVar("T")
 PATIENCE = timedelta(
@@ -45,12 +48,15 @@ class World(Protocol):
         """All ranks' rows (n_r, ...), one after the other in the order of ranks: (Σ n_r, ...)."""
         ...
 
-    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """p.grad of every rank becomes their sum, by one reduction; None stays where no rank has a gradient."""
+    def sum_gradients(self, parameters: Iterable[nn.Parameter], leaves: Iterable[nn.Parameter]) -> None:
+        """The parameters' .grad becomes the sum of all ranks' `leaves`' .grad, by one reduction; None where no rank has one.
+
+        A parameter is its own leaf, unless it is sharded; then each rank gets its part of the sum.
+        """
         ...
 
     def check_equal(self, parameters: Iterable[nn.Parameter], when: str) -> None:
-        """Raises ValueError naming the ranks whose parameters are not, bit for bit, those of rank 0."""
+        """Raises ValueError naming the ranks whose parameters, or shards, are not bit for bit those of the first replica."""
         ...
 
 
@@ -71,7 +77,7 @@ class Alone:
     def rows(self, own: Tensor) -> Tensor:
         return own
 
-    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+    def sum_gradients(self, parameters: Iterable[nn.Parameter], leaves: Iterable[nn.Parameter]) -> None:
         pass
 
     def check_equal(self, parameters: Iterable[nn.Parameter], when: str) -> None:
@@ -82,7 +88,7 @@ ALONE = Alone()
 
 
 class Ranks:
-    """The processes of torch.distributed's default group, each with a copy of the policy."""
+    """The processes of torch.distributed's default group, each with a copy of the policy or a shard of one."""
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -113,9 +119,13 @@ class Ranks:
         dist.all_gather_object(gathered, own.cpu())
         return torch.cat(gathered).to(own.device)
 
-    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+    def sum_gradients(self, parameters: Iterable[nn.Parameter], leaves: Iterable[nn.Parameter]) -> None:
         """Which parameters have a gradient travels in front of the gradients, so that it costs no reduction of its own."""
         parameters = list(parameters)
+        sharded = [(p, leaf) for p, leaf in zip(parameters, leaves, strict=True) if isinstance(p, DTensor)]
+        if sharded:  # then all of them are: what is trained whole, adapters, is trained alone
+            sum_shards(sharded)
+            return
         present = parameters[0].new_tensor([p.grad is not None for p in parameters])
         pieces = [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in parameters]
         flat = torch.cat([present, *pieces])
@@ -125,11 +135,18 @@ class Ranks:
             parameter.grad = total.view_as(parameter).to(parameter.dtype) if count else None
 
     def check_equal(self, parameters: Iterable[nn.Parameter], when: str) -> None:
+        parameters = list(parameters)
+        shards = shards_of(parameters[0])
+        if shards == self.size:
+            return  # no part is there twice
         digests = self.rows(torch.tensor([_digest(parameters)])).tolist()
-        others = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
+        others = [rank for rank, digest in enumerate(digests) if digest != digests[rank % shards]]
         if others:
+            theirs, ours = (
+                ", ".join(str(n) for n in sorted(ranks)) for ranks in (others, {r % shards for r in others})
+            )
             raise ValueError(
-                f"{when}: the trainable weights of rank {', '.join(others)} are not those of rank 0, so the ranks no longer train "
+                f"{when}: the trainable weights of rank {theirs} are not those of rank {ours}, so the ranks no longer train "
                 "one policy; the last checkpoint stands. All ranks need the same versions of the libraries and the same kind of "
                 "device; a memory fault does this too"
             )
@@ -147,7 +164,11 @@ def world() -> Iterator[World]:
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(timeout=PATIENCE)
+    store, rank, size = next(rendezvous("env://", timeout=PATIENCE))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # torchrun's store outlives a restart, and with it the addresses of ranks that are dead: each attempt has keys of its own
+    own = dist.PrefixStore(f"attempt {attempt}", store)  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group(store=own, rank=rank, world_size=size, timeout=PATIENCE)
     yield Ranks()
     dist.destroy_process_group()
 
@@ -155,5 +176,5 @@ def world() -> Iterator[World]:
 def _digest(parameters: Iterable[nn.Parameter]) -> int:
     digest = blake2b(digest_size=7)  # fits an int64
     for parameter in parameters:
-        digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        digest.update(held(parameter.detach()).cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return int.from_bytes(digest.digest(), "big")

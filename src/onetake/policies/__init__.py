@@ -30,6 +30,8 @@ class Policy(Protocol):
     """Rows of those calls (a call with classifier-free guidance on B samples has 2B): the unit of compute."""
     trained_forwards: int
     """Those of them that ran with gradients."""
+    gathered: dict[str, nn.Parameter]
+    """Where weights are sharded over ranks: by name, the whole tensors that a forward uses in their place."""
 
     @property
     def module(self) -> nn.Module:
@@ -65,3 +67,8 @@ class Policy(Protocol):
 def trainable(policy: Policy) -> dict[str, nn.Parameter]:
     """Name → parameter, in the module's order."""
     return {name: p for name, p in policy.module.named_parameters() if p.requires_grad}
+
+
+def leaves(policy: Policy) -> dict[str, nn.Parameter]:
+    """Name → where autograd puts the gradient of a `trainable` parameter: itself, or what it is gathered into."""
+    return {name: policy.gathered.get(name, p) for name, p in trainable(policy).items()}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from diffusers import DiffusionPipeline
@@ -19,6 +20,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from onetake.noise import generator
+from onetake.parallel import ALONE, World
+from onetake.parallel.shard import FSDPModule, load_whole_state, whole_state
 from onetake.policies.families import Family, family_of, transformers_of, unused_parameters
 from onetake.records import NAMED, Config
 
@@ -77,11 +80,14 @@ class Lora(Config):
             )
         return sorted(set(layers))
 
-    def save(self, pipe: DiffusionPipeline, folder: Path) -> None:
+    def save(self, pipe: DiffusionPipeline, folder: Path, world: World = ALONE) -> None:
         """Write a folder for ``pipeline.load_lora_weights(folder)``; a second transformer has one of its own in it.
 
         The transformer of a pipeline without that method has ``load_lora_adapter(folder, prefix=None, weight_name=LORA_FILE)``.
         """
+        world.once(partial(self._save, pipe, folder))
+
+    def _save(self, pipe: DiffusionPipeline, folder: Path) -> None:
         for name, model in transformers_of(pipe).items():
             if not isinstance(pipe, LoraBaseMixin):
                 model.save_lora_adapter(_lora_folder(folder, name))
@@ -117,17 +123,39 @@ class Full(Config):
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(not unused.fullmatch(name))
 
-    def save(self, pipe: DiffusionPipeline, folder: Path) -> None:
+    def save(self, pipe: DiffusionPipeline, folder: Path, world: World = ALONE) -> None:
         """Write ``folder/transformer`` for the transformer class's ``from_pretrained``."""
         for name, model in transformers_of(pipe).items():
-            model.save_pretrained(folder / name)
+            world.once(partial(_whole(model).save_pretrained, folder / name))
 
     def load(self, pipe: DiffusionPipeline, folder: Path) -> None:
         for name, model in transformers_of(pipe).items():
-            model.load_state_dict(type(model).from_pretrained(folder / name).state_dict())
+            load_whole_state(model, _stock_class(model).from_pretrained(folder / name).state_dict())
+
+
+def _stock_class(model: nn.Module) -> Any:
+    """The model's own class: sharding puts a class of its own over it, whose name no checkpoint should hold."""
+    return type(model).__bases__[-1] if isinstance(model, FSDPModule) else type(model)
+
+
+def _whole(model: nn.Module) -> nn.Module:
+    """The model, or an unsharded twin of it; on ranks other than 0 the twin is empty. Ranks call it together."""
+    if not isinstance(model, FSDPModule):
+        return model
+    state = whole_state(model)
+    with torch.device("meta"):
+        twin = _stock_class(model).from_config(model.config)
+    twin.load_state_dict(state, strict=False, assign=True)
+    return twin
 
 
 Trainable = Annotated[Lora | Full, Field(discriminator="kind"), NAMED]
+
+
+def adapter_parameters(module: nn.Module) -> set[nn.Parameter]:
+    """The trainable parameters of LoRA layers; empty where there are none."""
+    layers = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
+    return {p for layer in layers for p in layer.parameters() if p.requires_grad}
 
 
 @contextmanager

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from onetake.noise import start_generators
+from onetake.parallel.shard import DeviceMesh, shard
 from onetake.policies import Observer
-from onetake.policies.adapters import adapters_off
+from onetake.policies.adapters import adapter_parameters, adapters_off
 from onetake.policies.episode import Episode
 from onetake.policies.families import (
     embeddings,
@@ -78,6 +79,7 @@ class DiffusionPolicy:
         shipped = pipe.scheduler
         self.scheduler = pipe.scheduler = RolloutScheduler.replacing(shipped)
         self.version = self.calls = self.forwards = self.trained_forwards = 0
+        self.gathered: dict[str, nn.Parameter] = {}
         self.decode_seconds = 0.0
         if self._family.guidance is None:
             pipe.guider = pipe.guider.new(guidance_scale=guidance)
@@ -153,6 +155,16 @@ class DiffusionPolicy:
         for model in (*self.pipe.components.values(), *(self._frozen or {}).values()):
             if isinstance(model, nn.Module):
                 model.to(device)
+
+    def shard(self, mesh: DeviceMesh) -> None:
+        """Shard the transformers over the ranks of `mesh`, the reference's too. Adapters stay whole on every rank."""
+        trained, reference = transformers_of(self.pipe), transformers_of(self._reference_pipe)
+        for name, model in trained.items():
+            prefix = f"{name}." if len(trained) > 1 else ""
+            gathered = shard(model, mesh, adapter_parameters(model))
+            self.gathered |= {f"{prefix}{key}": value for key, value in gathered.items()}
+        for model in {*reference.values()} - {*trained.values()}:
+            shard(model, mesh, set())
 
     @property
     def module(self) -> nn.Module:

@@ -51,6 +51,7 @@ class ToyPolicy:
         self._reference = ToyVelocity(dims, width, prompts, seed).requires_grad_(False)
         self.sigmas = [1 - k / steps for k in range(steps + 1)]
         self.version = self.calls = self.forwards = self.trained_forwards = 0
+        self.gathered: dict[str, nn.Parameter] = {}
 
     def _velocity(self, module: ToyVelocity, x: Tensor, index: int, batch: MicroBatch) -> Tensor:
         self.calls += 1
