@@ -33,18 +33,17 @@ VARIANTS = {  # name → selection, event weights, trained events of a trajector
     "single, iso-temporal": ("{kind: single}", "uniform", 1),
     "+ rectification": ("{kind: single}", "rectified", 1),
 }
-POINTS = 6  # evaluations of a run besides the first
 
 
 def run(name: str, seed: int, args: argparse.Namespace) -> list[dict]:
     """The evaluations of one run."""
     selection, weights, events = VARIANTS[name]
-    every = round(args.updates * (2 * STEPS - 1) / (STEPS + events) / POINTS)
+    every = round(args.updates * (2 * STEPS - 1) / (STEPS + events) / args.points)
     settings = {
         "selection": selection,
         "objective.event_weights": weights,
         "seed": seed,
-        "updates": every * POINTS,
+        "updates": every * args.points,
         "evaluation.every": every,
         "checkpoint.every": every,
     }
@@ -97,6 +96,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of every run")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--updates", type=int, default=60, help="of all steps; the others get as much compute")
+    parser.add_argument("--points", type=int, default=6, help="evaluations of a run besides the first")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("runs/ablation"))
     parser.add_argument("--figure", type=Path)

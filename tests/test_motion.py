@@ -11,6 +11,7 @@ import torch
 from diffusers import WanPipeline
 
 from onetake import config
+from onetake.records import Prompt
 from onetake.tasks import BASES, MotionTask
 from onetake.tasks.motion.captions import DIRECTIONS, PACES, Motion, caption, motions, parse, prompts
 from onetake.tasks.motion.render import FRAMES, SIZE, render
@@ -124,18 +125,20 @@ def test_another_number_of_frames_is_refused() -> None:
         verify(clip[:5], caption(motion))
 
 
-def test_reward_is_the_share_of_constraints() -> None:
+def test_the_reward_is_1_for_all_constraints_and_grows_with_each():
     clip, motion = clips(9, "slowly")[0]
-    video = torch.from_numpy(np.stack([clip, clip[::-1].copy()])).movedim(-1, -3) / 255
-    assert MotionTask().load().rewards(video, [caption(motion)] * 2)["constraints"].tolist() == [
-        1.0,
-        pytest.approx(4 / 6),
-    ]
+    empty = clip.copy()
+    empty[4:] = GROUND
+    video = torch.from_numpy(np.stack([clip, clip[::-1].copy(), empty])).movedim(-1, -3) / 255
+    whole, backwards, part = MotionTask().load().rewards(video, [Prompt(caption(motion))] * 3)["constraints"].tolist()
+    assert whole == 1
+    assert backwards == pytest.approx((3 + 0.0 + 0.9 * np.exp(-(3 - 0.75 + 3.9) / 2) + 1) / 6, abs=0.05)
+    assert part == pytest.approx((4 / 9 + 0.9 * (4 / 9 / 0.5) + 1) / 6)
 
 
 def test_the_base_is_a_stock_pipeline_of_a_few_megabytes() -> None:
     assert sum(file.stat().st_size for file in Path(BASES["motion"]).rglob("*") if file.is_file()) <= 12e6
-    pipe = WanPipeline.from_pretrained(BASES["motion"])
+    pipe = WanPipeline.from_pretrained(str(BASES["motion"]))
     call = config.load(config.recipe_text("motion")).policy.call
     frames = pipe(prompts("held_out")[0], num_inference_steps=2, guidance_scale=1.0, output_type="np", **call).frames
     assert frames.shape == (1, FRAMES, SIZE, SIZE, 3)
