@@ -15,7 +15,6 @@ from torch import Tensor
 
 from onetake.records import NAMED, Config, Prompt
 from onetake.rewards import Rewards, load_rewards
-from onetake.tasks import motion, shapes
 from onetake.tasks.motion.captions import prompts as motion_prompts
 from onetake.tasks.motion.verify import verify as verify_clip
 from onetake.tasks.prompts import read
@@ -23,7 +22,7 @@ from onetake.tasks.shapes import captions
 from onetake.tasks.shapes.verify import Verdict
 from onetake.tasks.shapes.verify import verify as verify_picture
 
-BASES = {name: Path(str(task.__file__)).parent / "base" for name, task in (("shapes", shapes), ("motion", motion))}
+BASES = {"shapes": Path(__file__).parent / "shapes" / "base"}
 """Built-in base models, by the name that ``policy.pipeline`` takes."""
 
 
