@@ -95,7 +95,7 @@ class Measured:
             if retains:
                 events = [t for transitions in rollout.transitions for t in transitions]
                 kept = [t for e in events for t in (e.sample, e.action, e.velocity, e.mean, e.log_prob)]
-                embeds, masks = tree_leaves(policy._embeds), [batch.stochastic for batch in batches]
+                embeds, masks = tree_leaves(policy._embeds._kept), [batch.stochastic for batch in batches]
                 known = {t.untyped_storage()._cdata for t in (*weights, *embeds, *masks) if t is not None}
                 tensors = (*saved, *rollout.outputs, *kept)
                 self.graphs = storage_bytes(t for t in tensors if t.untyped_storage()._cdata not in known)
