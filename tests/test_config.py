@@ -302,3 +302,10 @@ def test_pipeline_source(pipeline):
     recipe = config.load("", [pipeline])
     assert recipe.pipeline_source == pipeline.partition("=")[2]
     assert Path(Recipe().pipeline_source).parts[-3:] == ("tasks", "shapes", "base")
+
+
+def test_the_recipe_of_a_sharded_run_is_read_on_any_number_of_processes():
+    sharded = config.load(config.recipe_text("shapes"), ["parallel.shard=2", "rollout.micro_batch=12"], ranks=2)
+    with pytest.raises(config.RecipeError, match=r"parallel\.shard: 2 does not divide 1 rank"):
+        config.load(config.dump(sharded))
+    assert config.load(config.dump(sharded), ranks=None) == sharded

@@ -35,15 +35,18 @@ def recipe_text(name: str) -> str:
     return resources.files("onetake").joinpath("recipes", f"{name}.yaml").read_text()
 
 
-def load(text: str, overrides: list[str] | None = None, ranks: int = 1) -> Recipe:
-    """Parse, override and check a recipe for `ranks` processes. Raises RecipeError that lists everything wrong with it."""
+def load(text: str, overrides: list[str] | None = None, ranks: int | None = 1) -> Recipe:
+    """Parse, override and check a recipe for `ranks` processes; None takes the fewest it can run on, to read an earlier run's.
+
+    Raises RecipeError that lists everything wrong with it.
+    """
     tree = _tree(text)
     problems = [problem for override in overrides or [] if (problem := _override(tree, override))]
     try:
         recipe = Recipe.model_validate(tree)
     except ValidationError as error:
         raise RecipeError("\n".join([*problems, *(_explain(detail) for detail in error.errors())])) from error
-    problems += recipe.problems(ranks)
+    problems += recipe.problems(recipe.parallel.fewest if ranks is None else ranks)
     if problems:
         raise RecipeError("\n".join(problems))
     return recipe

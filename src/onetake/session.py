@@ -76,7 +76,7 @@ def continued(folder: Path, overrides: list[str], ranks: int = 1) -> Session:
     if not saved.is_file():
         raise ValueError(f"--resume {folder}: not a run folder (it has no config.yaml)")
     text = saved.read_text()
-    old, new = config.load(text), config.load(text, overrides, ranks)
+    old, new = config.load(text, ranks=None), config.load(text, overrides, ranks)
     changed = config.changes(old, new)
     if changed:
         raise ValueError(
@@ -165,7 +165,7 @@ def closing_lines(outcome: Outcome) -> list[str]:
 def draw(checkpoint: Path, prompts: list[Prompt], out: Path, *, images: int, seed: int) -> list[Path]:
     """PNG files (GIF files of videos) of `prompts` with a checkpoint's weights. Raises ValueError if it is no checkpoint."""
     found = find_checkpoint(checkpoint)
-    recipe = config.load((found.folder / "config.yaml").read_text())
+    recipe = config.load((found.folder / "config.yaml").read_text(), ranks=None)
     chosen = recipe.policy
     pipe = load_pipeline(recipe.pipeline_source, chosen)
     apply_weights(pipe, found.evaluated)
@@ -207,7 +207,7 @@ def find_checkpoint(folder: Path) -> Checkpoint:
         return read(folder)
     if not (folder / "config.yaml").is_file():
         raise ValueError(f"{folder} is neither a run folder (config.yaml) nor a checkpoint (state.json)")
-    recipe = config.load((folder / "config.yaml").read_text())
+    recipe = config.load((folder / "config.yaml").read_text(), ranks=None)
     found = Checkpoints(folder / "checkpoints", recipe.checkpoint).latest(say=lambda text: print(text, file=sys.stderr))
     if found is None:
         raise ValueError(f"{folder} has no whole checkpoint yet")
