@@ -355,14 +355,14 @@ KILLS = 20
 def test_ranks_killed_at_random_moments_are_started_again_and_end_as_uninterrupted(recipe_file, tmp_path):
     """One of three kills falls anywhere in a start, the others after progress, so that the run ends."""
     folder, wanted, randomness, seen = tmp_path / "run", tmp_path / "whole", random.Random(0), 0
-    updates = f"updates={KILLS + 4}"
+    updates = f"updates={8 * KILLS}"  # some are made between two kills
     on_ranks(2, tmp_path / "ranks", whole_run, recipe_file, f"out={wanted}", updates)
     job, dead = launched(recipe_file, folder, "--restarts", str(KILLS), "--set", updates), set()
     for _ in range(KILLS):
         wait_for(job, lambda: len(living(job) - dead) == 2)  # noqa: B023
         if randomness.random() > 1 / 3:
             wait_for(job, lambda: progress(folder) > seen)  # noqa: B023
-        time.sleep(randomness.uniform(0, 3))
+        time.sleep(randomness.uniform(0, 1.5))
         pids = living(job) - dead
         if len(pids) < 2:
             break  # it ended in the meantime
