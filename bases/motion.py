@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
 from torch import Tensor
-from training import Log, Phase, Settings, VaePhase, drop, sizes, t5_tokenizer, train_denoiser, train_vae
+from training import Log, Phase, Settings, VaePhase, drop, save, sizes, t5_tokenizer, train_denoiser, train_vae
 from transformers import UMT5Config, UMT5EncoderModel
 
 from onetake.tasks.motion.captions import caption, motions, parse, prompts
@@ -239,9 +239,7 @@ def main() -> None:
         lambda update: measure(pipe, 135, steps=8, seed=update),
         arguments.every,
     )
-    pipe.save_pretrained(arguments.out)
-    size = sum(file.stat().st_size for file in arguments.out.rglob("*") if file.is_file())
-    log(f"saved, {size / 1e6:.2f} MB")
+    save(pipe, arguments.out, log)
     final_measurements(pipe, log)
 
 

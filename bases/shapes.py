@@ -21,7 +21,7 @@ from diffusers import (
 from shapes_measure import SAMPLING_SHIFT, T5_TOKENS, final_measurements, measure, reconstruction, to_float
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor, nn
-from training import Log, Phase, Settings, VaePhase, drop, sizes, t5_tokenizer, train_denoiser, train_vae
+from training import Log, Phase, Settings, VaePhase, drop, save, sizes, t5_tokenizer, train_denoiser, train_vae
 from transformers import (
     CLIPTextConfig,
     CLIPTextModelWithProjection,
@@ -224,9 +224,7 @@ def main() -> None:
     log(f"latents: shift {shift:.4f}, scale {scaling:.4f}")
     for phase, shares in zip(SETTINGS.phases, SHARES, strict=True):
         train_phase(pipe, phase, shares, log, arguments.every)
-    pipe.save_pretrained(arguments.out)
-    size = sum(file.stat().st_size for file in arguments.out.rglob("*") if file.is_file())
-    log(f"saved, {size / 1e6:.2f} MB")
+    save(pipe, arguments.out, log)
     final_measurements(pipe, log)
 
 

@@ -190,6 +190,12 @@ def t5_tokenizer(words: list[str], length: int) -> T5TokenizerFast:
     return T5TokenizerFast(vocab=pieces, extra_ids=0, model_max_length=length)
 
 
+def save(pipe: DiffusionPipeline, folder: Path, log: Log) -> None:
+    pipe.save_pretrained(folder)
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    log(f"saved, {size / 1e6:.2f} MB")
+
+
 def sizes(pipe: DiffusionPipeline) -> str:
     counts = {name: sum(p.numel() for p in module.parameters()) for name, module in networks(pipe).items()}
     return ", ".join(f"{name} {count:,}" for name, count in counts.items()) + f"; {sum(counts.values()):,} in all"

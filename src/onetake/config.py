@@ -46,7 +46,7 @@ def load(text: str, overrides: list[str] | None = None, ranks: int | None = 1) -
         recipe = Recipe.model_validate(tree)
     except ValidationError as error:
         raise RecipeError("\n".join([*problems, *(_explain(detail) for detail in error.errors())])) from error
-    problems += recipe.problems(recipe.parallel.fewest if ranks is None else ranks)
+    problems += recipe.problems(recipe.parallel.over(1) if ranks is None else ranks)
     if problems:
         raise RecipeError("\n".join(problems))
     return recipe

@@ -45,11 +45,6 @@ class ParallelConfig(Config):
         """Ranks of one copy, when there are `ranks`."""
         return ranks if self.shard == "all" else self.shard
 
-    @property
-    def fewest(self) -> int:
-        """Ranks that it takes at least."""
-        return 1 if self.shard == "all" else self.shard
-
     def mesh(self, ranks: int, device: torch.device) -> DeviceMesh | None:
         """Replicas × shards, of `ranks` processes; None if nothing is to be sharded."""
         shards = self.over(ranks)
