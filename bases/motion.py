@@ -25,9 +25,10 @@ TOKENS = 8  # the longest caption has seven words; T5 adds an end token
 TEXT_WIDTH, CHANNELS = 64, 8
 SHIFT = 3.0
 VAE_SIZE = 24  # px of the clips that the VAE learns on: it is convolutional, and these cost half of the larger ones
+VAE_SAMPLES = 12_000
 SETTINGS = Settings(
     vae=(VaePhase(updates=800, batch=16, kl_weight=1e-4), VaePhase(updates=1_800, batch=4, kl_weight=1e-4)),
-    phases=(Phase(seed=0, samples=12_000, updates=1_400, muon_lr=2e-3, adam_lr=1.5e-3, warm_up=100, decay=0.4),),
+    phases=(Phase(seed=0, samples=24_000, updates=3_200, muon_lr=2e-3, adam_lr=1.5e-3, warm_up=100, decay=0.4),),
 )
 
 
@@ -83,11 +84,11 @@ def to_float(clips: np.ndarray) -> Tensor:
     return torch.from_numpy(clips).permute(0, 4, 1, 2, 3).float() / 127.5 - 1
 
 
-def draw_clips(phase: Phase, size: int) -> tuple[np.ndarray, list[str]]:
+def draw_clips(seed: int, samples: int, size: int) -> tuple[np.ndarray, list[str]]:
     """Training clips and their captions; held-out captions never appear."""
-    rng = np.random.default_rng(phase.seed)
+    rng = np.random.default_rng(seed)
     pool = prompts("train")
-    texts = [pool[i] for i in rng.integers(len(pool), size=phase.samples)]
+    texts = [pool[i] for i in rng.integers(len(pool), size=samples)]
     return np.stack([render(parse(text), rng, size) for text in texts]), texts
 
 
@@ -220,11 +221,11 @@ def main() -> None:
     if (arguments.out / "vae").is_dir():
         pipe.register_modules(vae=AutoencoderKLWan.from_pretrained(arguments.out / "vae"))
     else:
-        train_autoencoder(pipe.vae.train(), draw_clips(phase, VAE_SIZE)[0], log)
+        train_autoencoder(pipe.vae.train(), draw_clips(phase.seed, VAE_SAMPLES, VAE_SIZE)[0], log)
         pipe.vae.eval()
         pipe.vae.save_pretrained(arguments.out / "vae")
     log(reconstruction(pipe.vae, 200, seed=99))
-    clips, texts = draw_clips(phase, SIZE)
+    clips, texts = draw_clips(phase.seed, phase.samples, SIZE)
     latents = normalised(pipe.vae, raw_latents(pipe.vae, clips))
     log(f"latents: means {pipe.vae.config.latents_mean}, standard deviations {pipe.vae.config.latents_std}")
     train_denoiser(

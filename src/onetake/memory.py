@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,29 @@ def parse_bytes(text: str) -> int:
     if told is None:
         raise ValueError(f"memory: {text!r} is not a size; write 80GiB, 24GB or 512MiB")
     return int(float(told[1]) * (1024 if told[3] else 1000) ** " KMGT".index(told[2].upper() or " "))
+
+
+def parse_budget(memory: int | str) -> Callable[[int, int], int]:
+    """Memory for saved activations: a size in bytes or like ``40GiB`` that the peak may reach, ``1.10x`` of the peak, or ``80%``
+    of what is free (``auto``).
+
+    The function takes the peak of recomputing everything and the bytes free beside it. Raises ValueError for anything else.
+    """
+    memory = "80%" if memory == "auto" else memory
+    told = re.fullmatch(r"(\d+(?:\.\d+)?)(x|%)", memory) if isinstance(memory, str) else None
+    if told is None:
+        try:
+            total = memory if isinstance(memory, int) else parse_bytes(str(memory))
+        except ValueError as error:
+            raise ValueError(
+                f'memory: "{memory}" is not understood; write a size such as 40GiB, "1.10x" of the peak of recomputing everything, '
+                '"80%" of what is free beside it, or "auto", which is that'
+            ) from error
+        return lambda peak, _: total - peak
+    number = float(told[1])
+    if told[2] == "x":
+        return lambda peak, _: round((number - 1) * peak)
+    return lambda _, free: round(number / 100 * free)
 
 
 def device_memory(device: torch.device) -> int | None:

@@ -53,6 +53,8 @@ METRICS: dict[str, str] = {
     "grad_norm_clipped": "and after; 0 if the update was skipped",
     "step_norm": "L2 norm of the change of the trainable parameters by this update",
     "learning_rate": "learning rate of this update",
+    "recovery": "under `activations`: units by action as executed (H, E, R), replays, MiB kept and peak of the last pass with "
+    "gradients, the peak foretold, and ms that the plans say were saved",
     "peak_rss_mib": "highest resident memory of the process so far, MiB (of rank 0)",
     "n": "images in the evaluation",
     "stderr": "standard error of success_rate, √(p(1−p)/n)",

@@ -13,6 +13,7 @@ from onetake.checkpoint import CheckpointConfig
 from onetake.ema import EmaConfig
 from onetake.evaluation import EvaluationConfig
 from onetake.execution.sampling import RolloutConfig
+from onetake.memory import parse_budget
 from onetake.objectives import Grpo, Kl, ObjectiveConfig
 from onetake.optimizer import OptimizerConfig
 from onetake.parallel import ParallelConfig
@@ -32,6 +33,11 @@ class Recipe(Config):
     kl: Kl = Kl()
     advantages: Advantages = Advantages()
     execution: Literal["recompute", "retain", "reweight"] = "retain"
+    activations: str | None = Field(
+        default=None,
+        description="memory to save activations in, the rest is recomputed: auto (80% of what is free), 50%, a peak of 40GiB, "
+        "or 1.10x the peak of gradient checkpointing; without it policy.gradient_checkpointing decides",
+    )
     rollout: RolloutConfig = RolloutConfig()
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -89,11 +95,40 @@ class Recipe(Config):
                 f"execution: reweight with rollout.micro_batch: {self.rollout.micro_batch} tells trajectories apart inside linear "
                 "layers, which policy.compile replaces; use rollout.micro_batch: 1, execution: retain, or leave policy.compile out"
             )
+        found += self._activation_problems()
         if self.updates % self.updates_per_rollout:
             lower = self.rollouts * self.updates_per_rollout
             found.append(
                 f"updates: {self.updates} is not a multiple of updates_per_rollout: {self.updates_per_rollout}, so the last "
                 f"rollout would be dropped half-used; {lower or ''} {'or ' if lower else ''}"
                 f"{lower + self.updates_per_rollout} works".replace("  ", " ")
+            )
+        return found
+
+    def _activation_problems(self) -> list[str]:
+        if self.activations is None:
+            return []
+        found = []
+        try:
+            parse_budget(self.activations)
+        except ValueError as error:
+            found.append(str(error).replace("memory:", "activations:", 1))
+        if self.execution == "retain":
+            found.append(
+                "activations: execution: retain holds the graphs of all events until the advantages are known, and a plan gives "
+                "the memory to one; use execution: reweight or recompute, or leave activations out"
+            )
+        if not self.policy.gradient_checkpointing:
+            found.append(
+                "activations: fills memory with what checkpointing would recompute; set policy.gradient_checkpointing: true"
+            )
+        if self.policy.compile is not None:
+            found.append(
+                "activations: blocks that policy.compile compiles cannot be recorded; leave one of the two out"
+            )
+        if self.parallel.shard != 1:
+            found.append(
+                "activations: with parallel.shard all ranks would have to recompute the same blocks, and each measures for "
+                "itself; leave one of the two out"
             )
         return found

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from onetake import evaluation
+from onetake.activations.recoveries import Recoveries
 from onetake.advantages import dead_groups
 from onetake.allocator import keep_freed_memory
 from onetake.checkpoint import Checkpoint, Checkpoints, State
@@ -114,6 +115,7 @@ class Run:
         if mesh is not None:
             self.policy.shard(mesh)
         self.policy.to(device)
+        self.recoveries = Recoveries(self.policy.module, recipe.activations)
         self.execution: Execution = EXECUTIONS[recipe.execution](recipe.penalty)
         self.parameters = trainable(self.policy)
         self.optimizer = Optimizer(recipe.optimizer, self.parameters)
@@ -128,7 +130,8 @@ class Run:
     def start(self) -> None:
         """Check the policy, then continue from the latest checkpoint or evaluate the untrained policy."""
         first = self.layout.share(self.micro_batches(0), self.world.rank)
-        check = preflight(self.policy, self.execution, self.recipe.objective, first)
+        with self.recoveries.recomputing():
+            check = preflight(self.policy, self.execution, self.recipe.objective, first)
         self.policy.calls = self.policy.forwards = 0
         self.watch.preflight(check)
         found = self.world.told(lambda: self.checkpoints.latest(self.watch.say))
@@ -198,7 +201,8 @@ class Run:
             decoding = self.policy.decode_seconds
             share = self.layout.share(dealt, self.world.rank)
             self.policy.embed(batch.prompt for batch in share)
-            rollout = sample(self.policy, self.execution, share, dealt)
+            with self.recoveries.step():
+                rollout = sample(self.policy, self.execution, share, dealt)
             decoding = self.policy.decode_seconds - decoding
         clock.seconds["sampling"] -= decoding
         clock.seconds["decoding"] += decoding
@@ -231,7 +235,8 @@ class Run:
         assert rollout.advantages is not None
         coefficients = Coefficients(self.recipe.objective, rollout)
         with self.phase(clock, "backward"):
-            execution.accumulate(self.policy, rollout, coefficients)
+            with self.recoveries.step():
+                execution.accumulate(self.policy, rollout, coefficients)
             self.world.sum_gradients(self.parameters.values(), leaves(self.policy).values())
         coefficients.share(self.world.rows)
         if self.policy.version == rollout.version:
@@ -256,6 +261,7 @@ class Run:
             **clock.columns(),
             **coefficients.statistics(),
             **stepped,
+            **({"recovery": self.recoveries.told} if self.recoveries.told else {}),
             "peak_rss_mib": peak_rss_mib(),
         }
         self.world.once(lambda: self.log.write(**columns))

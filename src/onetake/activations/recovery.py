@@ -6,7 +6,8 @@
         loss(model(batch)).backward()
 
 The first step of a new shape recomputes every unit, as plain checkpointing does, and measures; from the next on, the plan
-that saves most time in the memory given runs. With exact actions (H, E, R), the default, gradients have the bits of no
+that saves most time in the memory given runs. A step may hold several forwards: each gets the memory if none before it still
+waits for its backward, and else is recomputed. With exact actions (H, E, R), the default, gradients have the bits of no
 checkpointing; `lossy` adds L within an error budget, which needs the log-probs:
 
         scored = log_probs(model, batch)
@@ -17,7 +18,7 @@ checkpointing; `lossy` adds L within an error budget, which needs the log-probs:
 from __future__ import annotations
 
 import logging
-import re
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,12 +27,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from onetake.activations.attach import Attachment
-from onetake.activations.capture import Capture, CaptureError, Unit
+from onetake.activations.capture import Capture, CaptureError, Region, Unit
 from onetake.activations.lossy import Lossy
 from onetake.activations.measure import Bucket, Probe, Profile, Shape, fingerprint, shape_of
 from onetake.activations.plan import MIB, Action, Plan
 from onetake.activations.solve import solve
-from onetake.memory import PeakMemory
+from onetake.memory import PeakMemory, parse_budget
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class Recovery:
         actions: Iterable[Action] = EXACT,
         lossy: Lossy | None = None,
     ) -> None:
-        self.memory = _parsed(memory)
+        self.memory = parse_budget(memory)
         self.lossy = lossy
         self.actions = (*actions, *([Action.COMPRESS] if lossy is not None else []))
         self.model = model
@@ -69,11 +70,13 @@ class Recovery:
             Profile.load(profile, print_of) if profile is not None and known else Profile(fingerprint=print_of)
         )
         self.plans: dict[Shape, Plan] = {}  # by measured shape
-        self.plan: Plan | None = None  # of the latest forward; None while it recomputes, and perhaps measures
-        self._bucket: Bucket | None = None  # that the plan was made for
+        self.plan: Plan | None = None  # of the step's latest forward that had one; None if all were recomputed
+        self._foretold, self._saved = 0, 0.0  # of the step: its peak in bytes, seconds by all of its plans
         self._actions: dict[str, Action] = {}  # of that plan, by unit
         self._index = {unit: index for index, unit in enumerate(self.units)}
         self._last = -1  # index of the unit that ran latest
+        self._holding: list[weakref.ref[Region]] = []  # of forwards that had the memory, until their backward
+        self._probe: Probe | None = None  # of the step in progress
         self._peak = self._replays = 0
         self._forced: dict[str, Action] | None = None
         self._inside = False
@@ -82,27 +85,28 @@ class Recovery:
         self._gradients_checked = False
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Around one forward and its backward. Afterwards `report` tells what happened.
+    def step(self, *, strict: bool = True) -> Iterator[None]:
+        """Around a forward and its backward, or several. Afterwards `report` tells what happened.
 
-        Raises CaptureError if no unit ran, or, the first time, if a unit's trainable parameters got no gradient.
+        If `strict`, raises CaptureError if no unit ran, or, the first time, if a unit's trainable parameters got no gradient.
         """
         if not self.peak.restart():
             raise CaptureError(
                 "the peak of this process cannot be measured here: /proc/self/clear_refs is not writable (not Linux, or a "
                 "container that forbids it). Recovery on CPU needs it; on CUDA it asks the allocator"
             )
-        self._inside, self._forwards, self._last, self.plan = True, 0, -1, None
+        self._inside, self._forwards, self._last, self.plan, self._probe = True, 0, -1, None, None
+        self._foretold, self._saved = 0, 0.0
         before = [unit.replays for unit in self.units]
         if self.lossy is not None:
             self.lossy.begin(self.model.parameters())
         try:
             yield
         finally:
-            self._inside, probe, self.attachment.capture.probe = False, self.attachment.capture.probe, None
+            self._inside, self.attachment.capture.probe = False, None
         self._replays = sum(unit.replays for unit in self.units) - sum(before)
         self._peak = self.peak.bytes
-        if not self._forwards:
+        if strict and not self._forwards:
             raise CaptureError(
                 "no unit ran with gradients inside the step: checkpointing was switched off and not on again, or the model was in "
                 "eval mode; call model.train(), and keep gradient checkpointing on in the trainer"
@@ -110,19 +114,23 @@ class Recovery:
         if self.lossy is not None:
             self.lossy.end(self.model.parameters())
             self._exposure = self.lossy.exposure
-        if not self._gradients_checked:
+        if strict and not self._gradients_checked:
             self._check_gradients()
-        if isinstance(probe, Probe):
-            self._learn(probe)
+        if self._probe is not None:
+            self._learn(self._probe)
+
+    @property
+    def ran(self) -> bool:
+        """Whether the latest step had a forward with gradients."""
+        return self._forwards > 0
 
     def report(self) -> dict[str, float]:
         """Of the latest step: units by action as executed, replays, MiB kept, peak predicted and measured, ms saved as planned."""
         told: dict[str, float] = {f"units_{a}": sum(u.executed == a for u in self.units) for a in Action}
         told |= {"replays": self._replays, "kept_mib": sum(unit.captured for unit in self.units) / MIB}
         told["peak_mib"] = self._peak / MIB
-        if self.plan is not None and self._bucket is not None:
-            told["predicted_peak_mib"] = (self._bucket.peak + self.plan.bytes) / MIB
-            told["saved_ms"] = self.plan.seconds * 1e3
+        if self.plan is not None:
+            told |= {"predicted_peak_mib": self._foretold / MIB, "saved_ms": self._saved * 1e3}
         if self.lossy is not None:
             told |= {"exposure": self.lossy.exposure, "risk": self.lossy.spent**0.5}
         return told
@@ -208,20 +216,27 @@ class Recovery:
 
     def _start(self, shape: Shape) -> None:
         """At the first unit of a forward: the plan of its shape, or else a measurement of it."""
-        self.plan, self._actions, self._bucket = None, {}, self.profile.bucket(shape)
-        if self._inside and self._forwards > 1:
-            self.attachment.capture.tell_once(
-                "a second forward with gradients inside one step() is recomputed (R): the memory is given to the first"
+        capture = self.attachment.capture
+        known = self.profile.bucket(shape)
+        self._actions, capture.probe = {}, None
+        held = [*self._holding, *(unit.region for unit in self.units if unit.region is not None)]
+        self._holding = [region for region in held if region() is not None]
+        if self._holding:
+            capture.tell_once(
+                "a forward with gradients while an earlier one waits for its backward is recomputed (R): the memory is given to "
+                "the first"
             )
-        elif self._bucket is not None:
-            if self._bucket.shape not in self.plans or self.lossy is not None:
-                self._make_plan(self._bucket)
-            self.plan = self.plans[self._bucket.shape]
+        elif known is not None:
+            if known.shape not in self.plans or self.lossy is not None:
+                self._make_plan(known)
+            self.plan = self.plans[known.shape]
             self._actions = self.plan.by_unit
-        elif self._inside:
-            self.attachment.capture.probe = Probe(self.actions, self.attachment.capture.templates)
-        else:
-            self.attachment.capture.tell_once("a forward of unmeasured shape outside of step() is recomputed (R)")
+            self._foretold = max(self._foretold, known.peak + self.plan.bytes)
+            self._saved += self.plan.seconds
+        elif self._inside and self._probe is None:
+            self._probe = capture.probe = Probe(self.actions, capture.templates)
+        elif not self._inside:
+            capture.tell_once("a forward of unmeasured shape outside of step() is recomputed (R)")
 
     def _learn(self, probe: Probe) -> None:
         assert probe.shape is not None
@@ -254,22 +269,3 @@ class Recovery:
                     "train. Check that the loss depends on it, and that its inputs are not detached"
                 )
         self._gradients_checked = True
-
-
-def _parsed(memory: int | str) -> Callable[[int, int], int]:
-    """(peak of recomputing everything, bytes free beside it) → bytes to spend."""
-    if isinstance(memory, int):
-        return lambda peak, _: memory - peak
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(x|%|[KMGT]iB)", memory)
-    if match is None:
-        raise ValueError(
-            f'memory: "{memory}" is not understood; write bytes, "40GiB", "1.10x" of the peak of recomputing everything, or "80%" '
-            "of what is free beside it"
-        )
-    number, unit = float(match[1]), match[2]
-    if unit == "x":
-        return lambda peak, _: round((number - 1) * peak)
-    if unit == "%":
-        return lambda _, free: round(number / 100 * free)
-    total = round(number * 1024 ** ("KMGT".index(unit[0]) + 1))
-    return lambda peak, _: total - peak

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -90,7 +90,7 @@ class Bank:
         self._accounts: dict[nn.Parameter, _Account] = {}
         self._sums: dict[nn.Parameter, Tensor] = {}  # (B, *shape) of biases and scales, and of everything when B = 1
         self._direct: dict[nn.Parameter, Tensor] = {}  # (*shape) of terms that no advantage scales
-        self._direct_pass = False
+        self._now: Literal["event", "direct"] | None = None  # what our own backward is of; those of others bank nothing
         if samples > 1:
             self._owners = _owners(module, parameters)
 
@@ -122,18 +122,24 @@ class Bank:
                 self._add_sum(parameter, gradient[None])
             return
         before = {p: p.grad for p in self._parameters.values()}
-        log_prob.backward(cotangent, retain_graph=retain_graph)
+        with self._backward("event"):
+            log_prob.backward(cotangent, retain_graph=retain_graph)
         for parameter, gradient in before.items():  # what hooked layers summed over rows is not wanted
             parameter.grad = gradient
 
     def add_direct(self, term: Tensor, cotangent: Tensor) -> None:
         """Backpropagate Σ_i cotangent_i · term_i, a term that no advantage scales, and bank its sum. Frees the graph."""
-        self._direct_pass = True
-        try:
+        with self._backward("direct"):
             for parameter, gradient in self._gradients(term, cotangent, retain_graph=False):
                 self._add_direct(parameter, gradient)
+
+    @contextmanager
+    def _backward(self, of: Literal["event", "direct"]) -> Iterator[None]:
+        self._now = of
+        try:
+            yield
         finally:
-            self._direct_pass = False
+            self._now = None
 
     @property
     def waiting(self) -> dict[nn.Parameter, list[tuple[torch.Size, torch.Size]]]:
@@ -181,10 +187,10 @@ class Bank:
                 output.register_hook(lambda grad: self._record_scale(layer, x, grad))
 
     def _record_matrix(self, layer: nn.Linear | nn.Conv2d, x: Tensor, grad: Tensor) -> None:
-        if self._direct_pass:
-            if isinstance(layer, nn.Linear):
-                self._record_direct(layer, x, grad)
-            return  # convolutions leave theirs to autograd
+        if self._now == "direct" and isinstance(layer, nn.Linear):
+            self._record_direct(layer, x, grad)
+        if self._now != "event":
+            return  # of a direct term, convolutions leave theirs to autograd
         x_BTi, grad_BTo = self._by_sample(x), self._by_sample(grad)
         for name, parameter in layer.named_parameters(recurse=False):
             if not parameter.requires_grad:
@@ -202,8 +208,8 @@ class Bank:
                 self._add_direct(parameter, grad_No.mT @ x_Ni.to(grad_No.dtype) if name == "weight" else grad_No.sum(0))
 
     def _record_scale(self, layer: nn.Module, x: Tensor, grad: Tensor) -> None:
-        if self._direct_pass:
-            return  # autograd has it
+        if self._now != "event":
+            return  # of a direct term, autograd has it
         with torch.no_grad():
             plain = {
                 n: torch.ones_like(p) if n == "weight" else torch.zeros_like(p) for n, p in layer.named_parameters()
