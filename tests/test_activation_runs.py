@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from helpers import gradient_of, move
 from onetake import config
 from onetake.activations.measure import Probe
-from onetake.activations.plan import Option
+from onetake.activations.plan import Action, Option
 from onetake.activations.recoveries import Recoveries
 from onetake.execution.sampling import RolloutConfig
 from onetake.metrics import Log
@@ -21,6 +21,7 @@ from onetake.policies.diffusion import DiffusionPolicy
 from onetake.policies.loading import PolicyConfig
 from onetake.session import opened
 from onetake.train import Watcher, train
+from onetake.verify import measured_plans, verify_actions
 from tiny import tiny_recipe
 from tiny_families import CASES, tiny
 
@@ -119,3 +120,24 @@ def test_refused_before_anything_loads(recipe_file, tmp_path, overrides, told):
     with pytest.raises(ValueError, match=told):
         opened(str(recipe_file), good + overrides)
     assert not (tmp_path / "run").exists()
+
+
+def test_plan_and_verify_name_every_unit(recipe_file, storing_pays):
+    changes = [CHECKPOINTING, "execution=reweight", "activations=90%"]
+    recipe = config.load(recipe_file.read_text(), changes)
+    policy = DiffusionPolicy.from_config(recipe.policy, recipe.pipeline_source, recipe.seed)
+    move(policy)
+    task = recipe.task.load()
+    (plan,) = measured_plans(recipe, policy, task).values()
+    units = [unit.name for unit in plan.units]
+    assert units == ["transformer_blocks.0", "transformer_blocks.1"]
+    assert plan.actions == (Action.STORE, Action.STORE)
+
+    policy = DiffusionPolicy.from_config(recipe.policy, recipe.pipeline_source, recipe.seed)
+    move(policy)
+    recompute, store, elementwise, *lossy = verify_actions(recipe, policy, task)
+    assert [row.relative_l2 for row in (recompute, store, elementwise)] == [0, 0, 0]
+    assert [row.replays for row in (recompute, store, elementwise)] == [4, 0, 0]  # two events, two units
+    assert recompute.kept_mib == 0 < elementwise.kept_mib < store.kept_mib
+    assert [row.units for row in lossy] == units
+    assert all(0 < row.relative_l2 < 0.1 and row.replays == 2 for row in lossy)

@@ -7,11 +7,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from onetake.policies.diffusion import DiffusionPolicy
+    from onetake.recipe import Recipe
+    from onetake.tasks import Task
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 console = Console(highlight=False, soft_wrap=True)
@@ -112,28 +117,42 @@ def plan(
                 remarks.append("fits" if choice.fits(limit) else "does not fit")
             table.add_row(*row, "; ".join(remarks))
         console.print(table)
+        if loaded.activations is not None:
+            from onetake.verify import measured_plans
+
+            for name, found in measured_plans(loaded, *_loaded(loaded)).items():
+                console.print(f"\nactivations: {loaded.activations}, measured {name}".rstrip())
+                console.print(found.table(), markup=False)
         if limit is not None:
             console.print(verdict(forecast, choices, limit))
 
 
-@app.command()
-def verify(recipe: RecipeArgument = DEFAULT_RECIPE, overrides: SetOption = None) -> None:
-    """One update's gradient under every execution: equality, time, peak memory, forwards."""
-    from onetake import config
-    from onetake.policies import trainable
+def _loaded(recipe: Recipe) -> tuple[DiffusionPolicy, Task]:
+    """The policy on its device, and the task whose prompts it takes."""
     from onetake.policies.diffusion import DiffusionPolicy
     from onetake.train import device_of
+
+    policy = DiffusionPolicy.from_config(
+        recipe.policy, recipe.pipeline_source, recipe.seed, with_reference=recipe.penalty is not None
+    )
+    policy.to(device_of(recipe))
+    task = recipe.task.load()
+    policy.check(task.train)
+    return policy, task
+
+
+@app.command()
+def verify(recipe: RecipeArgument = DEFAULT_RECIPE, overrides: SetOption = None) -> None:
+    """One update's gradient under every execution: equality, time, peak memory, forwards; with activations, every action too."""
+    from onetake import config
+    from onetake.policies import trainable
     from onetake.verify import verify as compare
+    from onetake.verify import verify_actions
 
     with _errors_in_one_place():
         every = [*(overrides or []), "execution=reweight"]  # all are run; this is the one that needs most
         loaded = config.load(config.recipe_text(recipe), every)
-        policy = DiffusionPolicy.from_config(
-            loaded.policy, loaded.pipeline_source, loaded.seed, with_reference=loaded.penalty is not None
-        )
-        policy.to(device_of(loaded))
-        task = loaded.task.load()
-        policy.check(task.train)
+        policy, task = _loaded(loaded)
         count = sum(p.numel() for p in trainable(policy).values())
         console.print(f"{loaded.policy.trainable.kind}, {count:,} trainable parameters, one update of recipe {recipe}")
         table = Table("execution", "cosine", "rel. L2", "max abs", "s", "peak MiB", "calls", "forwards", box=None)
@@ -148,6 +167,13 @@ def verify(recipe: RecipeArgument = DEFAULT_RECIPE, overrides: SetOption = None)
                 str(row.calls),
                 str(row.forwards),
             )
+        console.print(table)
+        if loaded.activations is None:
+            return
+        table = Table("action", "units", "rel. L2 to R", "s", "replays", "MiB kept", box=None)
+        for row in verify_actions(loaded, policy, task):
+            error = "bit-equal" if row.relative_l2 == 0 else f"{row.relative_l2:.1e}"
+            table.add_row(row.action, row.units, error, f"{row.seconds:.2f}", str(row.replays), f"{row.kept_mib:.1f}")
         console.print(table)
 
 

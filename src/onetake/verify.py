@@ -1,16 +1,21 @@
-"""One update's gradient under every execution, side by side: how equal, how fast, how much memory, how many forwards."""
+"""Gradients side by side: of one update under every execution, and of one event under every action on its blocks' state."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from onetake.activations.plan import MIB, Action, Plan
+from onetake.activations.recoveries import Recoveries
+from onetake.activations.recovery import Recovery
 from onetake.allocator import keep_freed_memory
 from onetake.coefficients import Coefficients
-from onetake.execution import EXECUTIONS
+from onetake.execution import EXECUTIONS, Recompute
 from onetake.execution.preflight import preflight
 from onetake.execution.sampling import deal, sample, score
 from onetake.memory import PeakMemory
@@ -66,6 +71,78 @@ def verify(recipe: Recipe, policy: Policy, task: Task) -> list[Row]:
             )
         )
     return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActionRow:
+    """An action on all units, or on one alone, against the gradient that R gives."""
+
+    action: Action
+    units: str
+    relative_l2: float
+    seconds: float
+    replays: int
+    kept_mib: float
+
+
+def verify_actions(recipe: Recipe, policy: Policy, task: Task) -> list[ActionRow]:
+    """R, H and E on all units, which must agree bit for bit, and L on each unit alone, on one event of the first micro-batch."""
+    gradient = _event(recipe, policy, task)
+    rows = []
+    for name, recovery in Recoveries(policy.module, "0%").each.items():
+        exact = gradient(recovery.forced({}))
+        everything = [dict.fromkeys((u.name for u in recovery.units), a) for a in (Action.RECOMPUTE, *_KEEPING)]
+        alone = [{unit.name: Action.COMPRESS} for unit in recovery.units]
+        for actions in everything + alone:
+            gradient(recovery.forced(actions))  # records what E and L keep
+            rows.append(_action_row(name, recovery, actions, gradient, exact))
+        recovery.detach()
+    return rows
+
+
+_KEEPING = (Action.STORE, Action.ELEMENTWISE)
+_Gradient = Callable[[AbstractContextManager[None]], Tensor]
+
+
+def _action_row(
+    name: str, recovery: Recovery, actions: dict[str, Action], gradient: _Gradient, exact: Tensor
+) -> ActionRow:
+    replays, start = sum(unit.replays for unit in recovery.units), time.perf_counter()
+    found = gradient(recovery.forced(actions))
+    which = "all" if len(actions) == len(recovery.units) else next(iter(actions))
+    return ActionRow(
+        action=next(iter(actions.values())),
+        units=f"{name} {which}".strip(),
+        relative_l2=float((found - exact).norm() / exact.norm()),
+        seconds=time.perf_counter() - start,
+        replays=sum(unit.replays for unit in recovery.units) - replays,
+        kept_mib=sum(unit.captured for unit in recovery.units) / MIB,
+    )
+
+
+def measured_plans(recipe: Recipe, policy: Policy, task: Task) -> dict[str, Plan]:
+    """What `activations` would do with each unit, by transformer if there are two: measured on the first and the last event."""
+    assert recipe.activations is not None
+    gradient = _event(recipe, policy, task)
+    recoveries = Recoveries(policy.module, recipe.activations)
+    gradient(recoveries.step())
+    return {name: plan for name, recovery in recoveries.each.items() for plan in recovery.plans.values()}
+
+
+def _event(recipe: Recipe, policy: Policy, task: Task) -> _Gradient:
+    """A function that gives the gradient of the log-probs of the first micro-batch's first and last event, inside a context."""
+    address = Address(seed=recipe.seed, stream="train", update=0)
+    (batch, *_) = deal(recipe.rollout, task.train, policy, recipe.selection, recipe.objective, address)
+    preflight(policy, Recompute(recipe.penalty), recipe.objective, [batch])  # chooses the way to re-score
+    (events,) = sample(policy, Recompute(), [batch]).transitions
+
+    def gradient(context: AbstractContextManager[None]) -> Tensor:
+        with context:
+            for event in {events[0].index: events[0], events[-1].index: events[-1]}.values():
+                policy.score(batch, event).log_prob.sum().backward()
+        return _taken(policy)
+
+    return gradient
 
 
 def _taken(policy: Policy) -> Tensor:
