@@ -167,6 +167,34 @@ def test_what_is_not_acceptable_is_replayed_exactly(tmp_path):
     assert recovery.report()["risk"] == 0
 
 
+def test_calibration_is_kept_in_the_profile(tmp_path):
+    recovery = compressing(tmp_path / "p.json", 0.01)
+    calibrate(recovery, [policy_gradient(recovery, seed) for seed in range(4)])
+    told = recovery.require_lossy().sensitivity
+    assert len(told) == 4
+    recovery.detach()
+    again = Recovery(recovery.model, memory=100, profile=tmp_path / "p.json", lossy=Lossy(0.01))
+    assert again.require_lossy().sensitivity == told
+
+
+def test_the_linear_form_adds_errors_and_so_accepts_fewer_units(tmp_path):
+    """Four units foretold to err by 1 % each: 2 % together in squares, 4 % in the paper's form, under a budget of 2.5 %."""
+    accepted, risks = {}, {}
+    for form in ("squares", "linear"):
+        recovery = compressing(tmp_path / f"{form}.json", 0.025, form=form)
+        lossy = recovery.require_lossy()
+        with recovery.forced({}):
+            summed(recovery, [policy_gradient(recovery, 1)])
+            lossy.norm = lossy.exposure
+        lossy.sensitivity = {unit.name: 0.01 for unit in recovery.units}
+        with recovery.step():
+            policy_gradient(recovery, 1)()
+        accepted[form], risks[form] = recovery.report()["units_L"], recovery.report()["risk"]
+    assert accepted == {"squares": 4, "linear": 2}
+    assert risks["squares"] == pytest.approx(0.02, rel=1e-3)
+    assert risks["linear"] == pytest.approx(0.02, rel=1e-3)
+
+
 def test_a_loss_scale_changes_no_decision(tmp_path):
     """Exposure and gradient carry the same factor, as under a GradScaler."""
     told = []

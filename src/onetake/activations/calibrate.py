@@ -49,9 +49,7 @@ def calibrate(recovery: Recovery, runs: Sequence[Callable[[], None]]) -> list[In
         found = intervene(recovery, run, {unit.name: Action.COMPRESS})
         kinds.setdefault(type(unit.module), []).append(found)
     slopes = {kind: slope([(i.exposure, i.error) for i in found]) for kind, found in kinds.items()}
-    recovery.require_lossy().sensitivity = {
-        unit.name: slopes[type(unit.module)] for unit in units if type(unit.module) in slopes
-    }
+    recovery.learn_sensitivity({u.name: slopes[type(u.module)] for u in units if type(u.module) in slopes})
     return [intervention for found in kinds.values() for intervention in found]
 
 

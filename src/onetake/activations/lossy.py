@@ -6,7 +6,8 @@ is watched beside them. A unit u under L then adds about κ_u · E to the gradie
 
 Where this departs from the paper: risk is relative to the gradient's norm, because exposure scales with the loss and relative
 error does not; and it is counted in squares, because errors of different units and micro-batches are independent and add in
-quadrature. Both sides carry the same loss scale, so a GradScaler cancels; averaging over W ranks only makes the bound safer.
+quadrature (``form="linear"`` adds the errors themselves, as the paper does, and so accepts less). Both sides carry the same
+loss scale, so a GradScaler cancels; averaging over W ranks only makes the bound safer.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -30,16 +32,24 @@ class Lossy:
     κ by unit; units without one are never compressed, and neither is anything before the first gradient's norm is known.
     """
 
-    def __init__(self, target: float, *, micro_batches: int = 1, sensitivity: dict[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        target: float,
+        *,
+        micro_batches: int = 1,
+        sensitivity: dict[str, float] | None = None,
+        form: Literal["squares", "linear"] = "squares",
+    ) -> None:
         if not 0 < target < 1:
             raise ValueError(
                 f"lossy.target: {target} is the relative error allowed in an update's gradient; use e.g. 0.015"
             )
-        self.budget = target**2 / micro_batches
+        self._power = 2 if form == "squares" else 1
+        self.budget = target**self._power / micro_batches
         self.sensitivity = sensitivity or {}
         self.exposure = 0.0  # of the current or latest micro-batch
         self.norm: float | None = None  # of the latest complete update's gradient
-        self.spent = 0.0  # squared relative error accepted in the latest micro-batch
+        self.spent = 0.0  # risk accepted in the latest micro-batch
         self._partial: float | None = None  # norm of what the current update has accumulated
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
@@ -63,8 +73,13 @@ class Lossy:
         return [*(o for o in options if o.action != Action.COMPRESS), *lossy]
 
     def risk(self, name: str, exposure: float) -> float:
-        """Squared relative error that L on this unit is expected to add to the update's gradient."""
-        return (self.sensitivity[name] * exposure / self.norm) ** 2 if self.norm else math.inf
+        """Relative error that L on this unit is expected to add to the update's gradient; its square, unless `form` is linear."""
+        return (self.sensitivity[name] * exposure / self.norm) ** self._power if self.norm else math.inf
+
+    @property
+    def error(self) -> float:
+        """Relative error accepted in the latest micro-batch."""
+        return self.spent ** (1 / self._power)
 
     def watch(self, tensors: Iterable[Tensor | None], decide: Callable[[], None]) -> int:
         """Add |∂L/∂·| of each to the exposure during backward, and then `decide`. The number of hooks set."""

@@ -52,6 +52,8 @@ class Profile:
 
     fingerprint: dict[str, str]
     buckets: list[Bucket] = field(default_factory=list)
+    sensitivity: dict[str, float] = field(default_factory=dict)
+    """κ by unit, if it was calibrated."""
 
     def bucket(self, shape: Shape) -> Bucket | None:
         """The smallest measured shape that covers `shape`: bytes are then bounds, and seconds proportional."""
@@ -84,7 +86,7 @@ class Profile:
             )
             for bucket in told["buckets"]
         ]
-        return cls(fingerprint=measured, buckets=buckets)
+        return cls(fingerprint=measured, buckets=buckets, sensitivity=told.get("sensitivity", {}))
 
 
 def fingerprint(model: nn.Module, units: list[Unit]) -> dict[str, str]:

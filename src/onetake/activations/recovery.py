@@ -69,6 +69,8 @@ class Recovery:
         self.profile = (
             Profile.load(profile, print_of) if profile is not None and known else Profile(fingerprint=print_of)
         )
+        if lossy is not None and not lossy.sensitivity:
+            lossy.sensitivity = self.profile.sensitivity
         self.plans: dict[Shape, Plan] = {}  # by measured shape
         self.plan: Plan | None = None  # of the step's latest forward that had one; None if all were recomputed
         self._foretold, self._saved = 0, 0.0  # of the step: its peak in bytes, seconds by all of its plans
@@ -132,7 +134,7 @@ class Recovery:
         if self.plan is not None:
             told |= {"predicted_peak_mib": self._foretold / MIB, "saved_ms": self._saved * 1e3}
         if self.lossy is not None:
-            told |= {"exposure": self.lossy.exposure, "risk": self.lossy.spent**0.5}
+            told |= {"exposure": self.lossy.exposure, "risk": self.lossy.error}
         return told
 
     def watch(self, *tensors: Tensor | None) -> None:
@@ -149,6 +151,12 @@ class Recovery:
         if self.lossy is None:
             raise ValueError("this recovery is exact: log-probs are read only with lossy=Lossy(target=0.015)")
         return self.lossy
+
+    def learn_sensitivity(self, sensitivity: dict[str, float]) -> None:
+        """κ by unit, kept in the profile."""
+        self.require_lossy().sensitivity = self.profile.sensitivity = sensitivity
+        if self.path is not None:
+            self.profile.save(self.path)
 
     @contextmanager
     def forced(self, actions: dict[str, Action]) -> Iterator[None]:
