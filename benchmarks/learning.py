@@ -1,11 +1,11 @@
 """Does it learn? The built-in task over seeds, for LoRA and full fine-tuning, under each execution.
 
-    python benchmarks/learning.py [--seeds 3] [--executions retain reweight] [--jobs 2] [--out runs/learning]
+    python benchmarks/learning.py [--recipes LoRA full] [--seeds 3] [--executions retain reweight] [--jobs 2] [--out runs/learning]
 
-Every run is `onetake train` with a shipped recipe in a process of its own with one thread; `--jobs` of them at a time. Prints
-one row a run, held-out strict success before → after (the last weights, never the best in between), and the means as a
-Markdown table, and until which update the executions' training curves are equal number for number. A run that is there already
-is continued where it stopped.
+Every run is `onetake train` with a shipped recipe (LoRA is `shapes`, full `shapes-full`; `--recipes motion` runs that one) in a
+process of its own with one thread; `--jobs` of them at a time. Prints one row a run, held-out strict success before → after (the
+last weights, never the best in between), and the means as a Markdown table, and until which update the executions' training
+curves are equal number for number. A run that is there already is continued where it stopped.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ def main() -> None:
     cells = list(itertools.product(arguments.recipes, arguments.executions))
     with ThreadPoolExecutor(arguments.jobs) as pool:
         jobs = {
-            (cell, seed): pool.submit(run, arguments.out, RECIPES[cell[0]], cell[1], seed, arguments.overrides)
+            (cell, seed): pool.submit(
+                run, arguments.out, RECIPES.get(cell[0], cell[0]), cell[1], seed, arguments.overrides
+            )
             for cell in cells
             for seed in range(arguments.seeds)
         }

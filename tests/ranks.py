@@ -307,3 +307,45 @@ def sharded_session(ranks: World, cases: list[tuple], recipe: Path, root: Path, 
 
 
 LORA = ("policy.trainable={kind: lora, rank: 2}", "ema=null", "execution=retain")
+
+
+def sharded_decoder(ranks: World) -> dict[str, Any]:
+    """Gradients of a tiny decoder under FSDP2, this rank's plan unlike the others', against no checkpointing; kept bytes."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from models import decoder, equal, planned, replan, tokens
+    from onetake.activations.capture import CaptureError
+    from onetake.activations.recovery import Recovery
+
+    ids, found = tokens(ranks.size)[ranks.rank, None], {}
+    for dtype in (torch.float32, torch.bfloat16):
+        whole_weights = planned(decoder(dtype=dtype, dropout=0.1), "HERE")
+        whole_weights.host(ids)
+        model = decoder(dtype=dtype, dropout=0.1)
+        for part in (*model.model.layers, model):
+            fully_shard(part, mesh=init_device_mesh("cpu", (ranks.size,)))
+
+        def gradient() -> dict[str, torch.Tensor]:
+            model.zero_grad(set_to_none=True)  # noqa: B023
+            torch.manual_seed(ranks.rank)
+            model(ids, labels=ids).loss.backward()  # noqa: B023
+            return {name: whole(p.grad).clone() for name, p in model.named_parameters()}  # noqa: B023
+
+        plain, attachment = gradient(), planned(model, "HERE")
+        for plans in (("HERE", "HERE"), ("HERE", "RHER"), ("RRRR", "HHHH")):
+            replan(attachment, plans[ranks.rank])
+            gradient()  # records what E keeps
+            replays = sum(unit.replays for unit in attachment.units)
+            same = equal(gradient(), plain)
+            found[f"{dtype} {plans}"] = same, sum(unit.replays for unit in attachment.units) - replays
+        replan(attachment, "HERE")
+        gradient()
+        found[f"{dtype} bytes"] = [[unit.captured for unit in a.units] for a in (attachment, whole_weights)]
+        attachment.detach()
+        try:
+            with Recovery(model, memory="90%").step():
+                gradient()
+        except CaptureError as error:
+            found[f"{dtype} unmeasured"] = str(error)
+    return found

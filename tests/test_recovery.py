@@ -14,6 +14,7 @@ from onetake.activations.measure import Bucket, Probe, Profile, fingerprint
 from onetake.activations.plan import MIB, Action, Option
 from onetake.activations.recovery import Recovery
 from onetake.memory import PeakMemory
+from ranks import on_ranks, sharded_decoder
 
 H, E, R = Action.STORE, Action.ELEMENTWISE, Action.RECOMPUTE
 IDS = tokens()
@@ -198,3 +199,15 @@ def test_peak_memory_sees_what_was_freed_again():
     peak.restart()
     assert peak.bytes - before < 5 * MIB
     assert free > 0
+
+
+def test_sharded_weights_on_two_ranks_have_the_same_bits_whatever_each_rank_plans(tmp_path):
+    """FSDP2. A replay gathers nothing, so ranks may differ; what is kept holds no gathered weight."""
+    first, second = on_ranks(2, tmp_path / "ranks", sharded_decoder)
+    for dtype in ("torch.float32", "torch.bfloat16"):
+        for plans in (("HERE", "HERE"), ("HERE", "RHER"), ("RRRR", "HHHH")):
+            key = f"{dtype} {plans}"
+            assert (first[key], second[key]) == ((True, plans[0].count("R")), (True, plans[1].count("R")))
+        sharded, whole = first[f"{dtype} bytes"]
+        assert sharded == whole
+        assert "before fully_shard" in first[f"{dtype} unmeasured"]

@@ -33,6 +33,7 @@ from onetake.activations.measure import Bucket, Probe, Profile, Shape, fingerpri
 from onetake.activations.plan import MIB, Action, Plan
 from onetake.activations.solve import solve
 from onetake.memory import PeakMemory, parse_budget
+from onetake.parallel.shard import FSDPModule
 
 log = logging.getLogger(__name__)
 
@@ -242,6 +243,11 @@ class Recovery:
             self._foretold = max(self._foretold, known.peak + self.plan.bytes)
             self._saved += self.plan.seconds
         elif self._inside and self._probe is None:
+            if any(isinstance(unit.module, FSDPModule) for unit in self.units):
+                raise CaptureError(
+                    f"{shape[0]} rows of {shape[1]} tokens are not in the profile, and blocks whose weights are sharded cannot be "
+                    "run alone to be measured: take a step of that shape before fully_shard, with profile=…"
+                )
             self._probe = capture.probe = Probe(self.actions, capture.templates)
         elif not self._inside:
             capture.tell_once("a forward of unmeasured shape outside of step() is recomputed (R)")

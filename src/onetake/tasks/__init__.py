@@ -22,7 +22,7 @@ from onetake.tasks.shapes import captions
 from onetake.tasks.shapes.verify import Verdict
 from onetake.tasks.shapes.verify import verify as verify_picture
 
-BASES = {"shapes": Path(__file__).parent / "shapes" / "base"}
+BASES = {name: Path(__file__).parent / name / "base" for name in ("shapes", "motion")}
 """Built-in base models, by the name that ``policy.pipeline`` takes."""
 
 
