@@ -282,6 +282,8 @@ def test_every_prompt_has_its_pictures(base, policy):
     A text-only pipeline refuses them, others refuse a prompt without.
     """
     if not base.case.pictures:
+        if family_of(policy.pipe).pictures != (0, 0):
+            return  # it may bring one: another case does
         picture = base.folder / "picture.png"
         with pytest.raises(
             ValueError, match=f"{type(policy.pipe).__name__} takes no picture for a prompt, and 'x' brings 1"

@@ -14,9 +14,7 @@ from diffusers import (
     DDIMScheduler,
     DPMSolverMultistepScheduler,
     FirstBlockCacheConfig,
-    FlowMatchEulerDiscreteScheduler,
     FlowMatchHeunDiscreteScheduler,
-    LTXConditionPipeline,
     StableDiffusion3Img2ImgPipeline,
     StableDiffusion3Pipeline,
     UniPCMultistepScheduler,
@@ -25,7 +23,7 @@ from diffusers import (
 
 from onetake.execution import Retain
 from onetake.execution.preflight import preflight
-from onetake.execution.sampling import RolloutConfig, deal, sample
+from onetake.execution.sampling import RolloutConfig, deal
 from onetake.objectives import Grpo
 from onetake.policies.adapters import Lora
 from onetake.policies.diffusion import DiffusionPolicy
@@ -142,16 +140,6 @@ def test_momentum_is_refused():
     pipe.guider = AdaptiveProjectedGuidance(adaptive_projected_guidance_momentum=-0.5)
     with pytest.raises(ValueError, match="the guider of HunyuanVideo15Pipeline has momentum"):
         DiffusionPolicy(pipe, kernel=Flow(), steps=4)
-
-
-@pytest.mark.filterwarnings("ignore:.*__array__:DeprecationWarning")  # diffusers' LTX under NumPy 2
-def test_tokens_on_levels_of_their_own_are_refused():
-    pipe = LTXConditionPipeline(**tiny("ltx").components | {"scheduler": FlowMatchEulerDiscreteScheduler()})
-    pipe.set_progress_bar_config(disable=True)
-    call = {"height": 32, "width": 32, "num_frames": 5, "max_sequence_length": 8}
-    policy = DiffusionPolicy(pipe, kernel=Flow(), steps=4, call=call)
-    with pytest.raises(ValueError, match="it denoises tokens on noise levels of their own"):
-        sample(policy, Retain(), batches_of(policy))
 
 
 def test_noise_levels_above_one_are_refused():

@@ -21,6 +21,7 @@ from diffusers import (
     HunyuanVideoTransformer3DModel,
     LTX2Pipeline,
     LTX2VideoTransformer3DModel,
+    LTXConditionPipeline,
     LTXImageToVideoPipeline,
     LTXPipeline,
     LTXVideoTransformer3DModel,
@@ -246,6 +247,14 @@ def ltx() -> LTXPipeline:
 @case("ltx-i2v", call=LTX, pictures=(LARGER_PICTURE,), way="fast_forward", no_copies=True)
 def ltx_i2v() -> LTXImageToVideoPipeline:
     return LTXImageToVideoPipeline(**ltx().components)
+
+
+@case("ltx-condition", call=LTX, pictures=(LARGER_PICTURE,), way="fast_forward")
+@case("ltx-condition, half", call=LTX | {"strength": 0.5}, pictures=(LARGER_PICTURE,), way="fast_forward")
+@case("ltx-condition, text", call=LTX, way="fast_forward")
+def ltx_condition() -> LTXConditionPipeline:
+    """With a picture whose tokens are given, or join when the noise has fallen to half, or without one."""
+    return LTXConditionPipeline(**ltx().components | {"scheduler": FlowMatchEulerDiscreteScheduler()})
 
 
 @case(

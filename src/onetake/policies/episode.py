@@ -61,9 +61,17 @@ class Episode:
         self.reached = sample if self.reached is None else torch.cat([self.reached.flatten(1), sample.flatten(1)], 1)
 
     def transition(
-        self, index: int, sample: Tensor, velocity: Tensor, sigmas: Sequence[float], stream: int = 0
+        self,
+        index: int,
+        sample: Tensor,
+        velocity: Tensor,
+        sigmas: Sequence[float],
+        stream: int = 0,
+        waiting: Tensor | None = None,
     ) -> Tensor:
         """Take event `index` from `sample`, tell the observer, and return x_{k+1} (detached, in the sample's dtype).
+
+        `waiting` is True, in the shape of one sample, where the event acts upon nothing.
 
         The action is rounded to the sample's dtype *before* it is scored: rounding it afterwards would move log_prob by
         more than published clip ranges allow.
@@ -79,7 +87,7 @@ class Episode:
                 action = torch.where(rows.to(mean.device).view(-1, *[1] * (mean.dim() - 1)), action, euler)
             action = action.to(sample.dtype)
         scored = action, mean
-        hidden = self.overwritten(sample[0]) if self.overwritten is not None else None
+        hidden = self.overwritten(sample[0]) if self.overwritten is not None else waiting
         if hidden is not None:  # no reward depends on these entries: they would add noise to the gradient, and to D
             mean = torch.where(hidden, action.to(mean.dtype), mean)
             scored = action[:, ~hidden], mean[:, ~hidden]

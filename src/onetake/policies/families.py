@@ -132,6 +132,11 @@ FAMILIES: dict[str, Family] = {
         picture_each=True,
         ways=("fast_forward",),  # steps see the frames after the picture's
     ),
+    "LTXConditionPipeline": Family(
+        embeds=_MASKED_PROMPTS,
+        pictures=(0, 1),
+        ways=("fast_forward",),  # latents are ignored, or get the picture's tokens before them
+    ),
     "ZImagePipeline": Family(embeds=_PROMPTS),
     "SanaPipeline": _SANA,
     "SanaVideoPipeline": _SANA,

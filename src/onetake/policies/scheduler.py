@@ -188,17 +188,16 @@ class RolloutScheduler(FlowMatchEulerDiscreteScheduler):
         episode = self._episode
         if episode is None:
             return super().step(model_output, timestep, sample, *args, return_dict=return_dict, **kwargs)
-        if kwargs.get("per_token_timesteps") is not None:
-            raise ValueError(
-                "policy.pipeline: it denoises tokens on noise levels of their own (per_token_timesteps), and the kernels "
-                "have one level for an event; such a pipeline cannot be trained"
-            )
         if self.step_index is None:
             self._init_step_index(timestep)
         index = self.upcoming
-        velocity = -model_output if self.config.invert_sigmas else model_output  # ours is ε − x₀, its is x₀ − ε
+        levels = kwargs.get(
+            "per_token_timesteps"
+        )  # the parent takes x₀ − ε then, as it does on inverted levels; ours is ε − x₀
+        velocity = -model_output if self.config.invert_sigmas or levels is not None else model_output
         if episode.stochastic(index):
-            following = episode.transition(index, sample, velocity, self.grid, self._stream)
+            waiting = None if levels is None else _waiting(levels, timestep, sample)
+            following = episode.transition(index, sample, velocity, self.grid, self._stream, waiting)
             if episode.replay is not None and self._last_stream:
                 raise Finished
             self._step_index += 1
@@ -221,3 +220,12 @@ class RolloutScheduler(FlowMatchEulerDiscreteScheduler):
             self._set_grad_for(index + 1)
         self.last_step_at = time.perf_counter()
         return FlowMatchEulerDiscreteSchedulerOutput(prev_sample=following) if return_dict else (following,)
+
+
+def _waiting(levels: Tensor, timestep: float | Tensor, sample: Tensor) -> Tensor | None:
+    """True where tokens (S, C) of a sample are on a lower level than the event's: the pipeline leaves them as they are.
+
+    `levels` is (B, S), or (B, 1) where no token has a level of its own.
+    """
+    behind = levels[0] < timestep - 1e-3  # timesteps, of a thousand; the samples of a call have one prompt
+    return behind[:, None].expand(sample.shape[1:]) if behind.any() else None
