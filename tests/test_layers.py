@@ -19,7 +19,10 @@ LAYERS = [
     | {f"activations.{name}" for name in ("plan", "solve", "cut", "codecs")},
     {"policies", "rewards", "parallel"},
     {"execution"}
-    | {f"activations.{name}" for name in ("trace", "capture", "attach", "measure", "lossy", "recovery", "calibrate")},
+    | {
+        f"activations.{name}"
+        for name in ("trace", "capture", "attach", "measure", "lossy", "exposure", "recovery", "calibrate")
+    },
     {"train", "checkpoint", "tasks", "evaluation", "recipe", "optimizer", "ema", "verify", "forecast"},
     {"cli", "config", "session", "report", "__main__"},
 ]
