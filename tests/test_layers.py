@@ -23,7 +23,7 @@ LAYERS = [
         f"activations.{name}"
         for name in ("trace", "capture", "attach", "measure", "lossy", "exposure", "recovery", "calibrate")
     },
-    {"train", "checkpoint", "tasks", "evaluation", "recipe", "optimizer", "ema", "verify", "forecast"},
+    {"train", "checkpoint", "tasks", "evaluation", "recipe", "optimizer", "ema", "verify", "forecast", "language"},
     {"cli", "config", "session", "report", "__main__"},
 ]
 SPLIT = {"activations"}  # packages whose modules lie in different layers; their own __init__ imports nothing
@@ -129,6 +129,8 @@ DOORS = {
     "peft": "policies",
     "matplotlib": "report",
     "typer": "cli",
+    "trl": "language",
+    "reasoning_gym": "language",
 }
 
 

@@ -57,7 +57,7 @@ class Recovery:
         actions: Iterable[Action] = EXACT,
         lossy: Lossy | None = None,
     ) -> None:
-        self.memory = _parsed(memory)
+        self.memory = parsed_memory(memory)
         self.lossy = lossy
         self.actions = (*actions, *([Action.COMPRESS] if lossy is not None else []))
         self.model = model
@@ -300,7 +300,7 @@ class Recovery:
         self._reached = [p for p in self.model.parameters() if p.grad is not None]
 
 
-def _parsed(memory: int | str) -> Callable[[int, int], int]:
+def parsed_memory(memory: int | str) -> Callable[[int, int], int]:
     """(peak of recomputing everything, bytes free beside it) → bytes to spend."""
     if isinstance(memory, int):
         return lambda peak, _: memory - peak
