@@ -47,4 +47,8 @@ def dtype_drift(policy: DiffusionPolicy, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(policy, "rollout", rounded)
 
 
-FAULTS = [(off_by_one, "another velocity|schedule is shifted by a step"), (one_percent, "another velocity"), (dtype_drift, "stored in another dtype")]
+FAULTS = [
+    (off_by_one, "another velocity|schedule is shifted by a step"),
+    (one_percent, "another velocity"),
+    (dtype_drift, "stored in another dtype"),
+]

@@ -27,7 +27,7 @@ def switch(model: nn.Module, on: bool, **kwargs) -> None:
         getattr(model, f"{new}_checkpointing_disable")()
 
 
-def test_survives_a_trainer_switching_checkpointing_off_and_on():
+def test_15_survives_a_trainer_switching_checkpointing_off_and_on():
     model = decoder(dropout=0.2)
 
     def loss():
@@ -74,7 +74,7 @@ def test_composes_with_a_checkpointing_function_that_takes_torchs_arguments():
 
 
 @pytest.mark.parametrize("actions", ["HHHH", "EEEE", "RRRR"])
-def test_no_cache_is_filled_inside_units(actions, caplog):
+def test_17_no_cache_is_filled_inside_units(actions, caplog):
     """A cache filled again by the replay would double the keys."""
     model = decoder()
     plain = gradients(model, lambda: model(IDS, labels=IDS).loss)

@@ -36,7 +36,7 @@ def lora(model: nn.Module, dropout: float = 0.0) -> nn.Module:
 @pytest.mark.parametrize("kind", ["full", "lora"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("family", DECODERS)
-def test_exact_actions_give_the_bits_of_no_checkpointing(family, dtype, kind):
+def test_15_exact_actions_give_the_bits_of_no_checkpointing(family, dtype, kind):
     """With attention dropout, and LoRA's own, drawn in the forward and again in a replay."""
     model = decoder(family, dtype=dtype, dropout=0.2)
     model = lora(model, dropout=0.2) if kind == "lora" else model
@@ -100,7 +100,7 @@ def test_autocast_is_the_forwards_in_the_replay_and_its_weight_casts_are_not_kep
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
 @pytest.mark.parametrize("actions", ["HHHH", "EEEE", "LLLL", "HERL"])
-def test_captured_bytes_are_the_memory_really_held(actions, kind):
+def test_22_captured_bytes_are_the_memory_really_held(actions, kind):
     """What is alive after a forward beyond what is under R, counted by watching every block of memory that torch makes."""
     model = decoder(dtype=torch.bfloat16)
     model = lora(model) if kind == "lora" else model
@@ -158,7 +158,7 @@ def test_no_matrix_product_runs_again_under_e():
 
 
 @pytest.mark.parametrize("actions", ["HHHH", "EEEE", "RRRR", "LLLL"])
-def test_memory_returns_after_an_aborted_backward(actions):
+def test_19_memory_returns_after_an_aborted_backward(actions):
     """By reference counting alone, without the cycle collector."""
     model = decoder()
     planned(model, actions)

@@ -21,9 +21,19 @@ LAYERS = [
     {"execution"}
     | {
         f"activations.{name}"
-        for name in ("trace", "capture", "attach", "measure", "lossy", "recovery", "recoveries", "calibrate")
+        for name in (
+            "trace",
+            "capture",
+            "attach",
+            "measure",
+            "lossy",
+            "exposure",
+            "recovery",
+            "recoveries",
+            "calibrate",
+        )
     },
-    {"train", "checkpoint", "tasks", "evaluation", "recipe", "optimizer", "ema", "verify", "forecast"},
+    {"train", "checkpoint", "tasks", "evaluation", "recipe", "optimizer", "ema", "verify", "forecast", "language"},
     {"cli", "config", "session", "report", "__main__"},
 ]
 SPLIT = {"activations"}  # packages whose modules lie in different layers; their own __init__ imports nothing
@@ -129,6 +139,8 @@ DOORS = {
     "peft": "policies",
     "matplotlib": "report",
     "typer": "cli",
+    "trl": "language",
+    "reasoning_gym": "language",
 }
 
 

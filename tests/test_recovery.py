@@ -64,7 +64,7 @@ def test_first_step_measures_later_ones_follow_the_plan_with_the_same_bits(tmp_p
     ("memory", "actions"),
     [(1039, "EHHH"), (1040, "HHHH"), (1016, "EEEE"), (1015, "RREH"), (1000, "RRRR"), ("1.020x", "RRHH")],
 )
-def test_budgets_are_filled_and_kept(tmp_path, memory, actions):
+def test_20_budgets_are_filled_and_kept(tmp_path, memory, actions):
     """4 units, peak 1000; among equals most R, and late units stored, since their state is freed before early ones replay."""
     model = decoder()
     plain = gradients(model, lambda: model(IDS, labels=IDS).loss)
@@ -160,7 +160,7 @@ def test_steps_that_capture_nothing_are_refused():
         model(IDS, labels=IDS).loss.backward()
 
 
-def test_units_that_never_get_a_gradient_are_refused():
+def test_18_units_that_never_get_a_gradient_are_refused():
     model = decoder()
     model.model.layers[2].register_forward_hook(lambda module, args, out: out.detach())
     recovery = Recovery(model, memory="100%")

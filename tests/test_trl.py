@@ -14,9 +14,12 @@ from onetake.activations.lossy import Lossy
 from onetake.activations.measure import Bucket, Profile, fingerprint
 from onetake.activations.plan import Action, Option
 from onetake.activations.recovery import Recovery
+from onetake.parallel import World
+from ranks import on_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # TRL and what it imports warn of each other
 trl = pytest.importorskip("trl", reason="pip install trl")
+grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer")
 
 
 def tokenizer() -> Any:
@@ -37,7 +40,16 @@ def mostly_even(completions: list[str], **_: Any) -> list[float]:
     return [sum(int(w[1:]) % 2 == 0 for w in some if w[0] == "w") / max(len(some), 1) for some in words]
 
 
-def trainer(path: Path, *, lora: bool, dtype: torch.dtype, loss: str, checkpointing: bool) -> Any:
+def trainer(
+    path: Path,
+    *,
+    lora: bool,
+    dtype: torch.dtype,
+    loss: str,
+    checkpointing: bool,
+    reward: Any = mostly_even,
+    **more: Any,
+) -> Any:
     from datasets import Dataset
 
     config = trl.GRPOConfig(
@@ -45,23 +57,24 @@ def trainer(path: Path, *, lora: bool, dtype: torch.dtype, loss: str, checkpoint
         per_device_train_batch_size=4,
         num_generations=4,
         max_completion_length=12,
-        max_steps=2,
+        max_steps=more.pop("max_steps", 2),
         gradient_accumulation_steps=2,
         learning_rate=1e-2,
         gradient_checkpointing=checkpointing,
         loss_type=loss,
         use_cpu=True,
         bf16=False,
-        beta=0.0,
+        beta=more.pop("beta", 0.0),
         report_to=[],
         logging_steps=1,
         save_strategy="no",
         disable_tqdm=True,
         seed=3,
+        **more,
     )
     return trl.GRPOTrainer(
         model=decoder(dtype=dtype, dropout=0.1),
-        reward_funcs=mostly_even,
+        reward_funcs=reward,
         args=config,
         train_dataset=Dataset.from_list([{"prompt": f"w{i} w{i + 1} w{i + 2}"} for i in range(8)]),
         processing_class=tokenizer(),
@@ -124,3 +137,77 @@ def test_the_coefficients_of_every_loss_are_read(tmp_path, loss):
     assert [unit.replays for unit in recovery.units] == [2] * 4
     assert all(entry["recovery/exposure"] > 0 for entry in logged)
     assert logged[1]["recovery/risk"] > 0
+
+
+class DeadGroups:
+    """Rewards that differ inside a group only where `alive` says so, one entry for each group of the run."""
+
+    __name__ = "dead_groups"
+
+    def __init__(self, alive: str) -> None:
+        self.alive = [letter == "1" for letter in alive]
+
+    def __call__(self, completions: list[str], **_: Any) -> list[float]:
+        groups = [self.alive.pop(0) for _ in range(len(completions) // 4)]
+        return [float(alive and i % 2) for alive in groups for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("more", "skipped"), [({}, 4), ({"entropy_coef": 0.01}, 0), ({"beta": 0.1}, 0)], ids=["", "entropy bonus", "kl"]
+)
+@pytest.mark.parametrize("lossy", [False, True], ids=["exact", "lossy"])
+def test_dead_micro_batches_skip_their_backward_and_nothing_else_changes(tmp_path, monkeypatch, lossy, more, skipped):
+    """A group to a micro-batch, two of them to an update; Adam moves the weights in the update that is all dead, too."""
+    monkeypatch.setattr(grpo_trainer, "shuffle_sequence_dict", lambda rows: rows)  # else a micro-batch mixes the groups
+    settings = {"lora": True, "dtype": torch.float32, "loss": "dapo", "max_steps": 4, "shuffle_dataset": False, **more}
+    stock = trainer(tmp_path / "stock", checkpointing=False, reward=DeadGroups("10000111"), **settings)
+    stock.train()
+
+    ours = trainer(tmp_path / "ours", checkpointing=True, reward=DeadGroups("10000111"), **settings)
+    backwards: list[torch.Tensor] = []
+    layer = next(p for p in ours.model.parameters() if p.requires_grad)
+    layer.register_post_accumulate_grad_hook(backwards.append)
+    loss = Lossy(0.01, micro_batches=2) if lossy else None  # without a calibration it compresses nothing
+    recovery = Recovery(ours.model, memory=1024, profile=profile(tmp_path / "p.json", ours.model), lossy=loss).attach(
+        ours
+    )
+    ours.train()
+
+    end = dict(stock.model.named_parameters())
+    assert all(torch.equal(p, end[name]) for name, p in ours.model.named_parameters())
+    assert len(backwards) == 8 - skipped
+    assert [unit.forwards for unit in recovery.units] == [8] * 4
+    assert [unit.replays for unit in recovery.units] == [8 - skipped, 0, 8 - skipped, 0]
+    logged = [entry for entry in ours.state.log_history if "recovery/skipped" in entry]
+    assert sum(2 * entry["recovery/skipped"] for entry in logged) == skipped
+    assert [entry["loss"] for entry in logged] == [entry["loss"] for entry in stock.state.log_history[:-1]]
+    if skipped:
+        assert [entry["recovery/exposure"] > 0 for entry in logged] == [True, False, True, True]
+
+
+def trained_twice(world: World, folder: Path, alive: list[str]) -> tuple[bool, list[float], list[int]]:
+    """Whether recovery gave the stock trainer's weights on this rank, the share it skipped of each update, and replays."""
+    grpo_trainer.shuffle_sequence_dict = lambda rows: rows
+    settings: dict[str, Any] = {"lora": True, "dtype": torch.float32, "loss": "grpo", "max_steps": 5}
+
+    def made(name: str) -> Any:
+        reward, out = DeadGroups(alive[world.rank]), folder / f"{name}{world.rank}"
+        return trainer(out, checkpointing=name == "ours", reward=reward, shuffle_dataset=False, **settings)
+
+    stock = made("stock")
+    stock.train()
+    ours = made("ours")
+    path = profile(folder / f"{world.rank}.json", ours.model)
+    recovery = Recovery(ours.model, memory=1024, profile=path).attach(ours)
+    ours.train()
+    end = stock.model.state_dict()
+    equal = all(torch.equal(value, end[name]) for name, value in ours.model.state_dict().items())
+    logged = [entry["recovery/skipped"] for entry in ours.state.log_history if "recovery/skipped" in entry]
+    return equal, logged, [unit.replays for unit in recovery.units]
+
+
+def test_ranks_skip_alike_and_only_what_leaves_their_sums_alone(tmp_path):
+    """Data parallel. The second micro-batch of the third update is dead, but its backward sums what the first one left."""
+    alive = ["1000000111", "1100100011"]
+    found = on_ranks(2, tmp_path / "ranks", trained_twice, tmp_path, alive)
+    assert found == [(True, [0.0, 1.0, 0.0, 0.5, 0.0], [7, 0, 7, 0])] * 2

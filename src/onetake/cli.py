@@ -32,7 +32,8 @@ def main() -> None:
     # Their notices about optional packages and their loading bars are not about this program.
     for library in ("TRANSFORMERS", "DIFFUSERS"):
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    for bars in ("HF_HUB_DISABLE_PROGRESS_BARS", "TQDM_DISABLE"):
+        os.environ.setdefault(bars, "1")
     sys.path.insert(0, "")  # a reward written module:function may lie in the working directory, as with python -m
     app()
 
@@ -240,7 +241,7 @@ def show(name: str) -> None:
     from onetake import config
 
     with _errors_in_one_place():
-        console.print(config.dump(config.load(config.recipe_text(name))), markup=False, end="")
+        console.print(config.dump(config.load_any(config.recipe_text(name))), markup=False, end="")
 
 
 @recipes_app.command()

@@ -9,6 +9,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from onetake.language.recipe import LanguageRecipe
 from onetake.recipe import Recipe
 from onetake.records import nearest
 
@@ -36,17 +37,32 @@ def recipe_text(name: str) -> str:
 
 
 def load(text: str, overrides: list[str] | None = None, ranks: int | None = 1) -> Recipe:
-    """Parse, override and check a recipe for `ranks` processes; None takes the fewest it can run on, to read an earlier run's.
+    """Parse, override and check a diffusion recipe for `ranks` processes; None takes the fewest it can run on, to read an earlier
+    run's.
 
     Raises RecipeError that lists everything wrong with it.
     """
+    if "kind" not in _tree(text):
+        recipe = load_any(text, overrides, ranks)
+        if isinstance(recipe, Recipe):
+            return recipe
+    raise RecipeError(
+        "kind: language trains a language model, and this command is for recipes of diffusion models; `onetake train` and "
+        "`onetake report` take it, and peft loads a run's weights/"
+    )
+
+
+def load_any(text: str, overrides: list[str] | None = None, ranks: int | None = 1) -> Recipe | LanguageRecipe:
+    """The same for a recipe of either kind: ``kind: language`` says the second."""
     tree = _tree(text)
     problems = [problem for override in overrides or [] if (problem := _override(tree, override))]
+    kind: type[Recipe] | type[LanguageRecipe] = LanguageRecipe if "kind" in tree else Recipe
     try:
-        recipe = Recipe.model_validate(tree)
+        recipe = kind.model_validate(tree)
     except ValidationError as error:
-        raise RecipeError("\n".join([*problems, *(_explain(detail) for detail in error.errors())])) from error
-    problems += recipe.problems(recipe.parallel.over(1) if ranks is None else ranks)
+        raise RecipeError("\n".join([*problems, *(_explain(kind, detail) for detail in error.errors())])) from error
+    fewest = recipe.parallel.over(1) if isinstance(recipe, Recipe) else 1
+    problems += recipe.problems(fewest if ranks is None else ranks)
     if problems:
         raise RecipeError("\n".join(problems))
     return recipe
@@ -77,12 +93,12 @@ def _laid_over(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def dump(recipe: Recipe) -> str:
+def dump(recipe: BaseModel) -> str:
     """The resolved recipe as YAML; `load` reads it back to an equal recipe."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def changes(old: Recipe, new: Recipe) -> list[str]:
+def changes(old: Recipe | LanguageRecipe, new: Recipe | LanguageRecipe) -> list[str]:
     """``key: old → new`` for every value that differs, but for those that may: `updates` (grow), `out`, `parallel`."""
     before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
     keys = [
@@ -116,10 +132,10 @@ def _override(tree: dict[str, Any], override: str) -> str | None:
     return None
 
 
-def _explain(detail: Any) -> str:
+def _explain(kind: type[BaseModel], detail: Any) -> str:
     """One validation error in the recipe's spelling."""
     where = [str(part) for part in detail["loc"]]
-    keys, model = _walk(where)
+    keys, model = _walk(kind, where)
     path = ".".join(keys)
     if detail["type"] == "extra_forbidden":
         known = list(model.model_fields) if model is not None else []
@@ -131,9 +147,9 @@ def _explain(detail: Any) -> str:
     return f"{path}: {detail['msg']} (got {detail['input']!r})"
 
 
-def _walk(where: list[str]) -> tuple[list[str], type[BaseModel] | None]:
+def _walk(kind: type[BaseModel], where: list[str]) -> tuple[list[str], type[BaseModel] | None]:
     """Follow a pydantic location through the models; drops the union tags it contains. Returns keys and last model."""
-    model: type[BaseModel] | None = Recipe
+    model: type[BaseModel] | None = kind
     choices: dict[str, type[BaseModel]] = {}
     keys = []
     for part in where:

@@ -8,7 +8,8 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -22,6 +23,7 @@ from onetake import config
 from onetake.checkpoint import Checkpoint, Checkpoints, read
 from onetake.evaluation import Evaluation
 from onetake.execution.preflight import Preflight
+from onetake.language.recipe import LanguageRecipe
 from onetake.parallel import ALONE, World
 from onetake.parallel.launch import may_restart, restarted
 from onetake.policies.adapters import apply_weights
@@ -38,7 +40,7 @@ from onetake.train import train as train_recipe
 class Session:
     """A checked recipe and the folder it runs in."""
 
-    recipe: Recipe
+    recipe: Recipe | LanguageRecipe
     folder: Path
 
 
@@ -47,7 +49,7 @@ def opened(name: str, overrides: list[str], ranks: int = 1) -> Session:
 
     Where torchrun has started the ranks again, it is the run that they had begun.
     """
-    recipe = config.load(config.recipe_text(name), overrides, ranks)
+    recipe = config.load_any(config.recipe_text(name), overrides, ranks)
     if may_restart() and recipe.out is None:
         raise ValueError(
             "out: a run that torchrun may start again must find its folder then; name one with --set out=…, or allow no restarts"
@@ -76,7 +78,7 @@ def continued(folder: Path, overrides: list[str], ranks: int = 1) -> Session:
     if not saved.is_file():
         raise ValueError(f"--resume {folder}: not a run folder (it has no config.yaml)")
     text = saved.read_text()
-    old, new = config.load(text, ranks=None), config.load(text, overrides, ranks)
+    old, new = config.load_any(text, ranks=None), config.load_any(text, overrides, ranks)
     changed = config.changes(old, new)
     if changed:
         raise ValueError(
@@ -88,30 +90,55 @@ def continued(folder: Path, overrides: list[str], ranks: int = 1) -> Session:
     return Session(recipe=new, folder=folder)
 
 
-def train_and_report(session: Session, console: Console, world: World = ALONE) -> Outcome:
+def train_and_report(session: Session, console: Console, world: World = ALONE) -> None:
     """Train with a progress bar, write the report, and say how it went: on rank 0, for all."""
     recipe, folder = session.recipe, session.folder
     console = world.once(lambda: console) or Console(quiet=True)
-    facts = environment(recipe, world)
+    facts = environment(str(device_of(recipe) if isinstance(recipe, Recipe) else recipe.device), world)
     world.once(lambda: (folder / "environment.json").write_text(json.dumps(facts, indent=1)))
-    for line in plan_lines(recipe, world.size):
-        console.print(line)
-    columns = (TextColumn("{task.description}"), BarColumn(8), MofNCompleteColumn(), "ETA", TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("starting", total=recipe.updates)
-        watch = _watcher(
-            recipe,
-            say=lambda text: progress.console.print(text, markup=False),
-            show=lambda text, done: progress.update(bar, description=text, completed=done),
-        )
-        outcome = train_recipe(recipe, folder, config.dump(recipe), watch, world)
+    if isinstance(recipe, LanguageRecipe):
+        lines = _train_language(recipe, folder, console)
+    else:
+        lines = _train_diffusion(recipe, folder, console, world)
     report = world.once(lambda: write([folder], folder / "report.html"))
-    if outcome.stopped:
-        console.print(f"stopped; what is done is saved. Continue with: onetake train --resume {folder}")
-    for line in closing_lines(outcome):
+    for line in lines:
         console.print(line)
     console.print(f"report  {report}")
-    return outcome
+
+
+def _train_diffusion(recipe: Recipe, folder: Path, console: Console, world: World) -> list[str]:
+    """What to say at the end."""
+    for line in plan_lines(recipe, world.size):
+        console.print(line)
+    with _progress(console, recipe.updates) as (say, show):
+        outcome = train_recipe(recipe, folder, config.dump(recipe), _watcher(recipe, say=say, show=show), world)
+    stopped = f"stopped; what is done is saved. Continue with: onetake train --resume {folder}"
+    return [*([stopped] if outcome.stopped else []), *closing_lines(outcome)]
+
+
+def _train_language(recipe: LanguageRecipe, folder: Path, console: Console) -> list[str]:
+    from onetake.language.run import train
+
+    console.print(recipe.plan_line())
+    with _progress(console, recipe.updates) as (say, show):
+        before, after = train(recipe, folder, say, show)
+    accuracies = " → ".join(f"{line['success_rate']:.3f} ± {line['stderr']:.3f}" for line in (before, after))
+    return [
+        f"held-out problems, {after['n']} completions, sampled from the same state before and after",
+        f"  accuracy   {accuracies}",
+    ]
+
+
+@contextmanager
+def _progress(console: Console, updates: int) -> Iterator[tuple[Callable[[str], None], Callable[[str, int], None]]]:
+    """A bar: what prints a line above it, and what sets its text and the number of updates done."""
+    columns = (TextColumn("{task.description}"), BarColumn(8), MofNCompleteColumn(), "ETA", TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("starting", total=updates)
+        yield (
+            lambda text: progress.console.print(text, markup=False),
+            lambda text, done: progress.update(bar, description=text, completed=done),
+        )
 
 
 def plan_lines(recipe: Recipe, ranks: int = 1) -> list[str]:
@@ -214,7 +241,7 @@ def find_checkpoint(folder: Path) -> Checkpoint:
     return found
 
 
-def environment(recipe: Recipe, world: World = ALONE) -> dict[str, str | int]:
+def environment(device: str, world: World = ALONE) -> dict[str, str | int]:
     """Where a run runs, for its report."""
     packages = ("onetake", "torch", "diffusers", "transformers", "peft")
     git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
@@ -227,7 +254,7 @@ def environment(recipe: Recipe, world: World = ALONE) -> dict[str, str | int]:
         "platform": platform.platform(),
         "cpu_cores": os.cpu_count() or 0,
         "threads": torch.get_num_threads(),
-        "device": str(device_of(recipe)),
+        "device": device,
         "ranks": world.size,
     }
 

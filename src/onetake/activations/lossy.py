@@ -54,7 +54,7 @@ class Lossy:
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
         """Before a micro-batch: if gradients were cleared, the update before it is complete."""
-        if self._partial is not None and all(p.grad is None or not p.grad.any() for p in parameters):
+        if self._partial and all(p.grad is None or not p.grad.any() for p in parameters):  # 0 after dead groups only
             self.norm, self._partial = self._partial, None
         self.exposure, self.spent = 0.0, 0.0
 

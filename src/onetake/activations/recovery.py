@@ -24,10 +24,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from onetake.activations.attach import Attachment
 from onetake.activations.capture import Capture, CaptureError, Region, Unit
+from onetake.activations.exposure import Skip, exposure
 from onetake.activations.lossy import Lossy
 from onetake.activations.measure import Bucket, Probe, Profile, Shape, fingerprint, shape_of
 from onetake.activations.plan import MIB, Action, Plan
@@ -37,6 +39,7 @@ from onetake.parallel.shard import FSDPModule
 
 log = logging.getLogger(__name__)
 
+TRL_SCORE = "_get_per_token_logps_and_entropies"  # TRL has no public name for it
 EXACT = (Action.STORE, Action.ELEMENTWISE, Action.RECOMPUTE)
 
 
@@ -84,8 +87,10 @@ class Recovery:
         self._forced: dict[str, Action] | None = None
         self._inside = False
         self._forwards = 0
-        self._exposure = 0.0  # of the latest step: what the next plan expects
-        self._gradients_checked = False
+        self._expected = 0.0  # exposure, by the next plan
+        self._exposure: float | None = None  # of the latest step, where a trainer's log-probs were read
+        self._skipped = False  # whether its backward was
+        self._reached: list[nn.Parameter] | None = None  # got a gradient in the first step
 
     @contextmanager
     def step(self, *, strict: bool = True) -> Iterator[None]:
@@ -100,6 +105,7 @@ class Recovery:
             )
         self._inside, self._forwards, self._last, self.plan, self._probe = True, 0, -1, None, None
         self._foretold, self._saved = 0, 0.0
+        self._exposure, self._skipped = None, False
         before = [unit.replays for unit in self.units]
         if self.lossy is not None:
             self.lossy.begin(self.model.parameters())
@@ -116,8 +122,8 @@ class Recovery:
             )
         if self.lossy is not None:
             self.lossy.end(self.model.parameters())
-            self._exposure = self.lossy.exposure
-        if strict and not self._gradients_checked:
+            self._expected = self._expected if self._skipped else self.lossy.exposure
+        if strict and self._reached is None:
             self._check_gradients()
         if self._probe is not None:
             self._learn(self._probe)
@@ -128,12 +134,18 @@ class Recovery:
         return self._forwards > 0
 
     def report(self) -> dict[str, float]:
-        """Of the latest step: units by action as executed, replays, MiB kept, peak predicted and measured, ms saved as planned."""
+        """Of the latest step: units by action as executed, replays, MiB kept, peak predicted and measured, ms saved as planned.
+
+        Where the log-probs were read, exposure Σ|ω| and whether the backward was skipped; with `lossy` also the risk spent, the
+        relative error expected of what was compressed.
+        """
         told: dict[str, float] = {f"units_{a}": sum(u.executed == a for u in self.units) for a in Action}
         told |= {"replays": self._replays, "kept_mib": sum(unit.captured for unit in self.units) / MIB}
         told["peak_mib"] = self._peak / MIB
         if self.plan is not None:
             told |= {"predicted_peak_mib": self._foretold / MIB, "saved_ms": self._saved * 1e3}
+        if self._exposure is not None:
+            told |= {"exposure": self._exposure, "skipped": self._skipped}
         if self.lossy is not None:
             told |= {"exposure": self.lossy.exposure, "risk": self.lossy.error}
         return told
@@ -177,7 +189,8 @@ class Recovery:
     def attach(self, trainer: Any) -> Recovery:
         """Wrap the training step of a transformers Trainer; the means of what `report` tells go into its log as ``recovery/…``.
 
-        With `lossy`, TRL's log-probs and entropies are watched too.
+        Of TRL's GRPOTrainer the log-probs and entropies are read too: where all their coefficients are zero, on all ranks, the
+        micro-batch's backward is skipped, and with `lossy` they decide what may stay compressed.
         """
         inner: Callable[..., Tensor] = trainer.training_step
         inner_log: Callable[..., None] = trainer.log
@@ -197,17 +210,48 @@ class Recovery:
             inner_log(logs | {name: sum(values) / len(values) for name, values in told.items()}, *args, **kwargs)
 
         trainer.training_step, trainer.log = training_step, log
-        if self.lossy is not None:
-            score: Callable[..., tuple[Tensor | None, ...]] = trainer._get_per_token_logps_and_entropies
-
-            def watched(*args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
-                found = score(*args, **kwargs)
-                if any(tensor is not None and tensor.requires_grad for tensor in found):
-                    self.watch(*found)
-                return found
-
-            trainer._get_per_token_logps_and_entropies = watched
+        score: Callable[..., tuple[Tensor | None, ...]] | None = getattr(trainer, TRL_SCORE, None)
+        if score is not None:
+            self._read_coefficients(trainer, score)
+        elif self.lossy is not None:
+            raise ValueError(
+                f"lossy reads the log-probs of TRL's GRPOTrainer, and {type(trainer).__name__} has none; leave lossy out, or use "
+                "recovery.step() and recovery.watch() in a loop of your own"
+            )
         return self
+
+    def _read_coefficients(self, trainer: Any, score: Callable[..., tuple[Tensor | None, ...]]) -> None:
+        inner: Callable[..., Tensor] = trainer.compute_loss
+        skip = Skip(trainer.accelerator)
+        scored: list[Tensor] = []  # by this micro-batch's forward
+
+        def noted(*args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
+            found = score(*args, **kwargs)
+            scored.extend(tensor for tensor in found if tensor is not None and tensor.requires_grad)
+            return found
+
+        def compute_loss(model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+            scored.clear()
+            loss = inner(model, *args, **kwargs)
+            if scored and self._inside:
+                self._exposure = exposure(loss, scored)
+                ready = self._reached is not None and self.attachment.capture.probe is None
+                self._skipped = skip(model, ready and self._exposure == 0)
+                if self._skipped:
+                    return self._without_graph(loss)
+                if self.lossy is not None:
+                    self.watch(*scored)
+            return loss
+
+        setattr(trainer, TRL_SCORE, noted)
+        trainer.compute_loss = compute_loss
+
+    def _without_graph(self, loss: Tensor) -> Tensor:
+        """A loss whose backward does nothing, after every parameter has got the zero gradient that the true one would leave."""
+        for parameter in self._reached or ():
+            if parameter.grad is None:  # an optimizer passes over parameters without one, momentum and decay included
+                parameter.grad = torch.zeros_like(parameter)
+        return loss.detach().requires_grad_()
 
     def detach(self) -> None:
         """Give the model its own checkpointing back."""
@@ -265,7 +309,7 @@ class Recovery:
         if self.lossy is None:
             plan = solve(units, memory=memory)
         else:
-            plan = solve(self.lossy.offered(units, self._exposure), memory=memory, risk=self.lossy.budget)
+            plan = solve(self.lossy.offered(units, self._expected), memory=memory, risk=self.lossy.budget)
         self.plans[bucket.shape] = plan
         log.log(
             logging.INFO if self.lossy is None else logging.DEBUG,
@@ -282,4 +326,4 @@ class Recovery:
                     f"{unit.name}: none of its {len(trainable)} trainable tensors got a gradient in the first step: it would not "
                     "train. Check that the loss depends on it, and that its inputs are not detached"
                 )
-        self._gradients_checked = True
+        self._reached = [p for p in self.model.parameters() if p.grad is not None]

@@ -11,8 +11,8 @@ from onetake.report.text import count, duration, percent, plural
 
 
 def section(runs: Sequence[Run]) -> str:
-    """Bars and table of phases, then the sentence on forwards; nothing when no update was made."""
-    timed = [run for run in runs if run.updates]
+    """Bars and table of phases, then the sentence on forwards; nothing when no update that counts them was made."""
+    timed = [run for run in runs if run.updates and "forwards" in run.last]
     if not timed:
         return ""
     longest = max(sum(phases(run).values()) for run in timed)

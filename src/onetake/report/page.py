@@ -56,8 +56,9 @@ def _facts(run: Run) -> dict[str, str]:
     facts = {
         "updates": count(run.last["update"]),
         "wall-clock": duration(run.last["wall_s"]),
-        "forwards": count(run.last["forwards"]),
     }
+    if "forwards" in run.last:
+        facts["forwards"] = count(run.last["forwards"])
     if run.executions:
         facts["execution"] = escape(" + ".join(run.executions))
     if run.peak_rss_mib is not None:
@@ -84,7 +85,7 @@ def _where(run: Run, first: Line, last: Line) -> str:
     if not run.evaluations:
         which = "first and last update" if first is not last else f"update {last['update']}"
         return f"On training prompts, {which}; this run holds no held-out evaluation"
-    images = f", {plural(last['n'], 'image')}" if "n" in last else ""
+    images = f", {plural(last['n'], run.made)}" if "n" in last else ""
     if first is last:
         return f"On held-out prompts, after {plural(last['update'], 'update')}{images}"
     return f"On held-out prompts, after {first['update']} {ARROW} {plural(last['update'], 'update')}{images and images + ' each'}"
@@ -130,7 +131,7 @@ def _run_row(run: Run, index: int) -> str:
         escape(" + ".join(run.executions)) or "–",
         count(run.last["update"]),
         duration(run.last["wall_s"]),
-        count(run.last["forwards"]),
+        count(run.last["forwards"]) if "forwards" in run.last else "–",
         _pair(run, "success_rate", percent, _error),
         _pair(run, "score_mean", score),
         _pair(run, "diversity", score),

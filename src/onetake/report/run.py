@@ -50,6 +50,11 @@ class Run:
         return max(self.updates + self.evaluations, key=lambda line: (line["update"], line["wall_s"]))
 
     @property
+    def made(self) -> str:
+        """What one row of an evaluation is."""
+        return "completion" if self.config.get("kind") == "language" else "image"
+
+    @property
     def executions(self) -> dict[str, int]:
         """Updates by the execution that produced them."""
         names = [line["execution"] for line in self.updates if "execution" in line]
