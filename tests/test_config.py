@@ -255,7 +255,7 @@ def test_problems_are_told_together(tmp_path):
         "rollout.group_size: 1 gives no advantage (each sample is its own mean); use 2 or more",
         "rollout.micro_batch: 4 does not divide group_size: 1, so samples would be dropped; sizes that work: 1",
         "selection.until: 8 exceeds the 7 trainable events of policy.steps: 8",
-        f"policy.pipeline: '{tmp_path}' is neither a built-in base (shapes) nor a diffusers folder "
+        f"policy.pipeline: '{tmp_path}' is neither a built-in base (shapes, motion) nor a diffusers folder "
         "(one with a model_index.json), nor written like a hub repository (owner/name)",
         "updates: 5 is not a multiple of updates_per_rollout: 3, so the last rollout would be dropped half-used; "
         "3 or 6 works",
