@@ -176,11 +176,18 @@ def test_missing_packages_are_named_with_what_installs_them(monkeypatch):
         config.load_any(config.recipe_text("sums"), ["policy.model=elsewhere"])
 
 
-@pytest.mark.parametrize("command", ["plan", "verify"])
-def test_commands_for_diffusion_say_so(model, command):
-    refused = onetake(command, "sums", *sets(f"policy.model={model}"))
+def test_plan_names_every_block(model):
+    told = onetake("plan", "sums", *sets(*SMALL, f"policy.model={model}", "recovery.memory=1.0x"))
+    assert told.exit_code == 0, words(told)
+    assert re.findall(r"^model\.layers\.(\d) +R +0\.0 +0\.0", told.stdout, re.M) == ["0", "1", "2", "3"]
+    nothing = onetake("plan", "sums", *sets(f"policy.model={model}", "recovery=null"))
+    assert (nothing.exit_code, "set recovery.memory" in words(nothing)) == (2, True)
+
+
+def test_commands_for_diffusion_say_so(model):
+    refused = onetake("verify", "sums", *sets(f"policy.model={model}"))
     assert refused.exit_code == 2
-    assert "this command is for recipes of diffusion models; `onetake train` and `onetake report` take it" in words(
+    assert "this command is for recipes of diffusion models; `onetake train`, `plan` and `report` take it" in words(
         refused
     )
 

@@ -88,15 +88,25 @@ def plan(
         str | None, typer.Option(help="To fit in, e.g. 80GiB; by default the GPU's, if one is used.")
     ] = None,
 ) -> None:
-    """What a run will need in memory, phase by phase and under every execution, before anything loads."""
+    """What a run will need in memory, phase by phase and under every execution, before anything loads; with activations, the plan.
+
+    For a language model it is the plan alone, measured on one micro-batch.
+    """
     from onetake import config
     from onetake.forecast import Forecast, verdict
+    from onetake.language.recipe import LanguageRecipe
     from onetake.memory import device_memory, parse_bytes
     from onetake.session import plan_lines
     from onetake.train import device_of
 
     with _errors_in_one_place():
-        loaded = config.load(config.recipe_text(recipe), overrides)
+        loaded = config.load_any(config.recipe_text(recipe), overrides)
+        if isinstance(loaded, LanguageRecipe):
+            from onetake.language.run import measured_plan
+
+            console.print(loaded.plan_line())
+            console.print(measured_plan(loaded).table(), markup=False)
+            return
         limit = device_memory(device_of(loaded)) if memory is None else parse_bytes(memory)
         for line in plan_lines(loaded):
             console.print(line)

@@ -47,8 +47,8 @@ def load(text: str, overrides: list[str] | None = None, ranks: int | None = 1) -
         if isinstance(recipe, Recipe):
             return recipe
     raise RecipeError(
-        "kind: language trains a language model, and this command is for recipes of diffusion models; `onetake train` and "
-        "`onetake report` take it, and peft loads a run's weights/"
+        "kind: language trains a language model, and this command is for recipes of diffusion models; `onetake train`, `plan` and "
+        "`report` take it, and peft loads a run's weights/"
     )
 
 

@@ -6,12 +6,14 @@ import importlib.util
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PrinterCallback, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
+from onetake.activations.plan import Plan
 from onetake.activations.recovery import Recovery
 from onetake.allocator import keep_freed_memory
 from onetake.language.recipe import SMOLLM2, LanguagePolicy, LanguageRecipe
@@ -43,6 +45,30 @@ def train(
     trainer.save_model(str(folder / "weights"))
     evaluations = {line["update"]: line for line in record.log.read() if line["kind"] == "evaluation"}
     return evaluations[0], evaluations[recipe.updates]
+
+
+def measured_plan(recipe: LanguageRecipe) -> Plan:
+    """What recovery will do with each block, measured on one micro-batch: random tokens, the longest prompt, whole completions.
+
+    Raises ValueError if the recipe has no recovery.
+    """
+    if recipe.recovery is None:
+        raise ValueError("recovery: null leaves nothing to plan; set recovery.memory, such as 1.10x")
+    keep_freed_memory()
+    task = recipe.task.load()
+    with TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        trainer = _trainer(recipe, Path(folder), task)
+    prompts = [_prompt(recipe.policy, problem["question"]) for problem in task.train]
+    length = _tokens(trainer.processing_class, prompts)["input_ids"].shape[1] + trainer.args.max_completion_length
+    shape = trainer.args.per_device_train_batch_size, length
+    ids = torch.randint(trainer.model.config.vocab_size, shape, device=trainer.model.device)
+    recovery = Recovery(trainer.model.train(), memory=recipe.recovery.memory)
+    with recovery.step():
+        score = trainer._get_per_token_logps_and_entropies
+        score(trainer.model, ids, torch.ones_like(ids), trainer.args.max_completion_length)[0].sum().backward()
+    (plan,) = recovery.plans.values()
+    return plan
 
 
 def load(policy: LanguagePolicy) -> tuple[Any, Any]:
