@@ -1,4 +1,4 @@
-"""Functions that run in several processes: toy updates and tiny runs, on gloo. Imported by each rank anew, so kept light."""
+"""Functions that run in several processes: toy updates and tiny runs, on gloo."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.multiprocessing
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,8 +18,10 @@ from torch.utils._pytree import tree_leaves
 from helpers import PROMPTS, move
 from onetake.advantages import Advantages
 from onetake.coefficients import Coefficients
+from onetake.evaluation import EvaluationConfig, evaluate
 from onetake.execution import EXECUTIONS, Recompute
 from onetake.execution.sampling import RolloutConfig, deal, sample, score
+from onetake.metrics import Log
 from onetake.objectives import Grpo, Kl
 from onetake.parallel import ParallelConfig, World, world
 from onetake.parallel.shard import DTensor, held
@@ -27,7 +30,10 @@ from onetake.policies.toy import ToyPolicy
 from onetake.records import Address
 from onetake.rewards import Rewards
 from onetake.selection import All, Fraction
+from onetake.tasks import Task
 from onetake.transitions import Flow
+
+torch.multiprocessing.set_forkserver_preload(["ranks", "onetake.session"])  # imported once for all ranks of all tests
 
 
 def on_ranks(size: int, folder: Path, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -36,7 +42,8 @@ def on_ranks(size: int, folder: Path, function: Callable[..., Any], *arguments: 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(_one_rank, (size, port, folder, function, arguments), nprocs=size)
+    start = torch.multiprocessing.start_processes
+    start(_one_rank, (size, port, folder, function, arguments), nprocs=size, start_method="forkserver")
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(size)]
 
 
@@ -135,7 +142,39 @@ def toy_session(ranks: World, cases: list[tuple[str, str, dict[str, Any]]]) -> d
         "table": ranks.table(torch.tensor([[0.0, float("nan")], [float("nan"), 1.0]])),
         "unequal": unequal_weights(ranks),
         "failed": rank_0_fails(ranks),
+        "evaluation": toy_evaluation(ranks),
     }
+
+
+def toy_evaluation(ranks: World) -> dict[str, Any]:
+    """Three prompts' samples and scores, and what this rank did for them."""
+    scored: list[str] = []
+
+    def length(x, prompts):
+        scored.extend(prompts)
+        return x.norm(dim=1)
+
+    policy, rewards = ToyPolicy(Flow()), Rewards(functions={"length": length}, weights={"length": 1.0})
+    calls = []
+    policy.module.register_forward_hook(lambda *_: calls.append(1))
+    task = Task(train=PROMPTS, held_out=PROMPTS[:3], rewards=rewards)
+    made = evaluate(policy, task, EvaluationConfig(samples=2), seed=1, world=ranks)
+    return {"made": made, "scored": scored, "calls": len(calls), "billed": policy.calls}
+
+
+def assert_same_evaluation(found: Path, wanted: Path, update: int) -> None:
+    """Of two run folders: every number of the log but seconds, every picture, score and verdict, bit for bit."""
+    lines = []
+    for folder in (found, wanted):
+        every = [line for line in Log(folder / "metrics.jsonl").read() if line["kind"] == "evaluation"]
+        (line,) = [line for line in every if line["update"] == update]
+        lines.append({key: value for key, value in line.items() if not key.endswith("_s")})
+    assert lines[0] == lines[1]
+    ours, theirs = (folder / "evaluations" / f"update-{update:06d}" for folder in (found, wanted))
+    assert ours.with_suffix(".json").read_text() == theirs.with_suffix(".json").read_text()
+    with np.load(ours.with_suffix(".npz")) as mine, np.load(theirs.with_suffix(".npz")) as others:
+        assert all(np.array_equal(mine[name], others[name]) for name in ("images", "scores"))
+        assert len(mine["images"]) == 6
 
 
 def missing_gradients(ranks: World) -> list[Any]:

@@ -22,17 +22,28 @@ from helpers import PROMPTS, relative_error
 from onetake import config
 from onetake.execution import EXECUTIONS
 from onetake.execution.sampling import RolloutConfig, deal
-from onetake.metrics import Log
+from onetake.metrics import PHASES, Log
 from onetake.objectives import Grpo
 from onetake.parallel import ALONE, Layout, world
 from onetake.policies import trainable
 from onetake.policies.toy import ToyPolicy
 from onetake.records import Address
+from onetake.report.text import count, duration
 from onetake.selection import All
 from onetake.session import continued
 from onetake.train import Watcher, train
 from onetake.transitions import Flow
-from ranks import CONVENTIONAL, VARIANTS, on_ranks, tiny_session, toy_session, toy_updates, whole_run
+from ranks import (
+    CONVENTIONAL,
+    VARIANTS,
+    assert_same_evaluation,
+    on_ranks,
+    tiny_session,
+    toy_evaluation,
+    toy_session,
+    toy_updates,
+    whole_run,
+)
 from test_resume import untimed
 from tiny import tiny_task
 
@@ -236,6 +247,19 @@ def test_where_rank_0_fails_it_alone_says_why(two):
     assert [rank["failed"] for rank in two] == ["no such recipe", "exit 2"]
 
 
+def test_an_evaluation_is_shared_and_is_that_of_one_process(two):
+    """Of three prompts on two ranks: both run the model equally often, and each prompt is scored once."""
+    alone, (first, second) = toy_evaluation(ALONE), [rank["evaluation"] for rank in two]
+    assert (first["scored"], second["scored"]) == (["first", "first", "third", "third"], ["second", "second"])
+    assert first["calls"] == second["calls"] == alone["calls"] * 2 // 3
+    assert first["billed"] == second["billed"] == 0
+    assert second["made"] is None
+    ours, theirs = vars(first["made"]), vars(alone["made"])
+    assert torch.equal(ours.pop("images"), theirs.pop("images"))
+    assert torch.equal(ours.pop("scores"), theirs.pop("scores"))
+    assert ours | {"seconds": 0} == theirs | {"seconds": 0}
+
+
 # Runs of a tiny pipeline
 
 
@@ -308,6 +332,30 @@ def test_broken_and_resumed_on_two_ranks_equals_uninterrupted(tiny_runs):
     whole, broken = weights(root / "whole"), weights(root / "broken")
     assert all(torch.equal(whole[name], broken[name]) for name in whole | broken)
     assert untimed(root / "whole") == untimed(root / "broken")
+
+
+def test_the_first_evaluation_on_two_ranks_is_that_of_one_bit_for_bit(tiny_runs):
+    root, _ = tiny_runs
+    assert_same_evaluation(root / "whole", root / "whole-1", 0)
+
+
+def test_what_each_rank_took_is_logged_and_reported(tiny_runs):
+    root, _ = tiny_runs
+    updates = [line for line in Log(root / "whole" / "metrics.jsonl").read() if line["kind"] == "update"]
+    for line in updates:
+        assert len(line["ranks"]) == 2
+        assert {key: line["ranks"][0][key] for key in line["ranks"][0] if key != "peak_mib"} == {
+            f"{name}_s": line[f"{name}_s"] for name in PHASES
+        }
+        assert line["ranks"][0] != line["ranks"][1]
+        assert all(rank["peak_mib"] > 50 and rank["sampling_s"] > 0 for rank in line["ranks"])
+    alone = Log(root / "whole-1" / "metrics.jsonl").read()
+    assert not any("ranks" in line for line in alone)
+    report = (root / "whole" / "report.html").read_text()
+    peak = max(line["ranks"][1]["peak_mib"] for line in updates)
+    seconds = sum(line["ranks"][1]["sampling_s"] for line in updates)
+    assert f"<tr><th>rank 1</th><td>{count(peak)}</td><td>{duration(seconds)}</td>" in report
+    assert "rank 1" not in (root / "whole-1" / "report.html").read_text()
 
 
 def test_rank_0_alone_prints_and_writes(tiny_runs):

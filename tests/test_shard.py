@@ -18,7 +18,7 @@ from onetake.checkpoint import read
 from onetake.execution import EXECUTIONS
 from onetake.execution.sampling import RolloutConfig
 from onetake.parallel import ALONE, ParallelConfig
-from ranks import LORA, continued_run, on_ranks, sharded_session, sharded_updates, whole_run
+from ranks import LORA, assert_same_evaluation, continued_run, on_ranks, sharded_session, sharded_updates, whole_run
 from test_resume import untimed
 from tiny import tiny_task
 
@@ -50,7 +50,7 @@ def recipe_file(tmp_path_factory) -> Path:
         "kl": {"beta": 0.1},
         "ema": {"decay": 0.5, "every": 1},
         "optimizer": {"learning_rate": 0.01, "eps": 1e-3},  # rounding moves a small gradient little
-        "evaluation": {"every": 2, "samples": 2, "prompts": 1},
+        "evaluation": {"every": 2, "samples": 2},
         "checkpoint": {"every": 1, "keep": 2},
         "updates": 2,
     }
@@ -158,6 +158,11 @@ def assert_same_run(found: Path, wanted: Path) -> None:
 
 def test_saved_by_one_process_and_resumed_sharded_equals_uninterrupted(two, one):
     assert_same_run(two[1] / "begun-on-1", one / "whole")
+
+
+def test_an_evaluation_of_sharded_weights_is_that_of_one_process(two, one):
+    """Of three prompts on two ranks: one of them repeats what the other makes, so that both gather weights equally often."""
+    assert_same_evaluation(two[1] / "begun-on-2", one / "whole", 0)
 
 
 def test_adapters_on_a_sharded_base_run_and_resume_as_on_a_whole_one(two, one):

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from onetake.metrics import peak_rss_mib
+
 
 class PeakMemory:
     """The most memory in use at once since the last `restart`: of the device's allocator, or on CPU of the process (Linux)."""
@@ -87,6 +89,11 @@ class LiveBytes(TorchDispatchMode):
 
     def _freed(self, nbytes: int) -> None:
         self.now -= nbytes
+
+
+def peak_mib(device: torch.device) -> float:
+    """The most memory in use so far, MiB: on a GPU what its allocator gave out, else resident memory of the process."""
+    return torch.cuda.max_memory_allocated(device) / (1 << 20) if device.type == "cuda" else peak_rss_mib()
 
 
 def parse_bytes(text: str) -> int:

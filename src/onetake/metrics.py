@@ -54,6 +54,7 @@ METRICS: dict[str, str] = {
     "step_norm": "L2 norm of the change of the trainable parameters by this update",
     "learning_rate": "learning rate of this update",
     "peak_rss_mib": "highest resident memory of the process so far, MiB (of rank 0)",
+    "ranks": "on several ranks, of each: `peak_mib` so far (the GPU allocator's, else as above) and seconds, waiting included",
     "n": "images in the evaluation",
     "stderr": "standard error of success_rate, √(p(1−p)/n)",
     "diversity": "mean over prompts of the mean pairwise RMS pixel difference between the prompt's images, pixels in [0, 1]",
