@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.multiprocessing
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -53,6 +55,25 @@ def _one_rank(rank: int, size: int, port: int, folder: Path, function: Callable[
     os.environ |= {name: str(value) for name, value in names.items()}
     with world() as ranks:
         torch.save(function(ranks, *arguments), folder / f"{rank}.pt")
+
+
+def on_agent(size: int, restarts: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What ``function(*arguments)`` returned in each of `size` processes, all started again when one dies: torchrun, without its
+    command line, whose processes would import everything anew.
+    """
+    agent = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=size,
+        run_id="test",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=restarts,
+        monitor_interval=0.1,
+        start_method="forkserver",
+    )
+    returned = elastic_launch(agent, function)(*arguments)
+    return [returned[rank] for rank in range(size)]
 
 
 class Collectives(TorchDispatchMode):
@@ -223,6 +244,24 @@ class Stop(Exception):
 def blind_to_first(images, prompts):
     """Equal rewards for the first prompt: its groups are dead, and drawn again."""
     return torch.where(torch.tensor([p == "first" for p in prompts]), 0.0, images.mean((1, 2, 3)))
+
+
+def deadly(images, prompts):
+    """The same, but in the first attempt rank 1 is killed as it scores for the ninth time: in the third update."""
+    deadly.calls += 1
+    if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"], deadly.calls) == ("1", "0", 9):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return blind_to_first(images, prompts)
+
+
+deadly.calls = 0
+
+
+def restarted_run(recipe: Path, *overrides: str) -> str:
+    """In a process that torchrun's agent has started, perhaps again."""
+    torch.set_num_threads(1)
+    with world() as ranks:
+        return whole_run(ranks, recipe, *overrides)
 
 
 def whole_run(ranks: World, recipe: Path, *overrides: str) -> str:

@@ -37,7 +37,9 @@ from ranks import (
     CONVENTIONAL,
     VARIANTS,
     assert_same_evaluation,
+    on_agent,
     on_ranks,
+    restarted_run,
     tiny_session,
     toy_evaluation,
     toy_session,
@@ -365,6 +367,18 @@ def test_rank_0_alone_prints_and_writes(tiny_runs):
     assert second == ""
     assert (root / "whole" / "report.html").is_file()
     assert '"ranks": 2' in (root / "whole" / "environment.json").read_text()
+
+
+def test_a_rank_killed_in_an_update_is_started_again_and_ends_as_uninterrupted(recipe_file, tiny_runs, tmp_path):
+    """By torchrun's agent, as `--restarts 1` asks it; the reward kills rank 1 in the third update of the first attempt."""
+    folder, wanted = tmp_path / "run", tiny_runs[0] / "whole"
+    printed, silent = on_agent(2, 1, restarted_run, recipe_file, f"out={folder}", "task.reward=ranks:deadly")
+    assert "update 0: held-out" not in printed  # it went on; and in the first attempt
+    assert "update 4: held-out" in printed
+    assert silent == ""
+    assert all(torch.equal(weights(folder)[name], value) for name, value in weights(wanted).items())
+    ours, theirs = ([line | {"rewards": None} for line in untimed(f)] for f in (folder, wanted))  # by another name
+    assert ours == theirs
 
 
 @pytest.mark.slow  # three more processes import the pipelines
