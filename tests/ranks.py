@@ -119,7 +119,8 @@ def toy_update(ranks: World, execution: str, variant: str, sizes: dict[str, Any]
     address = Address(seed=1, stream="train", update=0)
     dealt = deal(config, PROMPTS, policy, chosen.get("selection", All()), objective, address)
     rollout = sample(policy, strategy, config.over(ranks.size).share(dealt, ranks.rank), dealt)
-    score(rollout, TOY_REWARDS, chosen.get("advantages", Advantages()), kl, ranks)
+    with Collectives() as scoring:
+        score(rollout, TOY_REWARDS, chosen.get("advantages", Advantages()), kl, ranks)
     found = {
         "made": {
             (b.group, s): (outputs[i], [event.action[i] for event in events])
@@ -129,6 +130,7 @@ def toy_update(ranks: World, execution: str, variant: str, sizes: dict[str, Any]
         "scores": rollout.scores,
         "rewards": rollout.rewards,
         "advantages": rollout.advantages,
+        "scoring": scoring.seen,
         "kl": 0.0 if rollout.kl is None else float(rollout.kl.mean()),
     }
     with Collectives() as sent:
@@ -257,6 +259,21 @@ def deadly(images, prompts):
 deadly.calls = 0
 
 
+def counted_run(ranks: World, recipe: Path, folder: Path) -> list[tuple[str, int]]:
+    """What is sent from the end of a run's second update to the end of its third, with nothing else due."""
+    from onetake import config
+    from onetake.session import opened
+    from onetake.train import Watcher, train
+
+    quiet = ("rollout.resample=0", "kl={}", "evaluation.every=9", "checkpoint.every=9")
+    session = ranks.told(lambda: opened(str(recipe), [f"out={folder}", *quiet], ranks.size))
+    ends = []
+    with Collectives() as sent:
+        watch = Watcher(say=lambda line: None, update=lambda columns: ends.append(len(sent.seen)))
+        train(session.recipe, folder, config.dump(session.recipe), watch, ranks)
+    return sent.seen[ends[1] : ends[2]]
+
+
 def restarted_run(recipe: Path, *overrides: str) -> str:
     """In a process that torchrun's agent has started, perhaps again."""
     torch.set_num_threads(1)
@@ -297,12 +314,12 @@ def broken_run(ranks: World, recipe: Path, after: int, *overrides: str) -> None:
         raise AssertionError("it was to die")
 
 
-def tiny_session(ranks: World, recipe: Path, root: Path) -> str:
-    """Runs of a tiny pipeline in folders of `root`; what the first printed."""
+def tiny_session(ranks: World, recipe: Path, root: Path) -> tuple[str, list[tuple[str, int]]]:
+    """Runs of a tiny pipeline in folders of `root`; what the first printed, and what an update of the last sent."""
     printed = whole_run(ranks, recipe, f"out={root / 'whole'}")
     broken_run(ranks, recipe, 2, f"out={root / 'broken'}")
     whole_run(ranks, recipe, f"out={root / 'conventional'}", *CONVENTIONAL)
-    return printed
+    return printed, counted_run(ranks, recipe, root / "counted")
 
 
 CONVENTIONAL = (
@@ -321,18 +338,23 @@ def latents_length(x, prompts):
     return x.flatten(1).norm(dim=1)
 
 
-def sharded_update(ranks: World, kind: str, execution: str, sizes: dict[str, Any], shard: Any) -> dict[str, Any]:
-    """The gradient of one update of a tiny float64 pipeline whose transformer is sharded over `shard` ranks; what was sent."""
+def tiny_policy(kind: str) -> Any:
+    """A float64 pipeline of which adapters, or all weights, are trained."""
     from onetake.policies.adapters import Full, Lora
     from onetake.policies.diffusion import DiffusionPolicy
     from tiny import tiny_sd3
 
-    pipe, objective, strategy = tiny_sd3(dtype=torch.float64), Grpo(), EXECUTIONS[execution]()
+    pipe = tiny_sd3(dtype=torch.float64)
     {"lora": Lora(rank=2), "full": Full()}[kind].attach(pipe, 0)
     pipe.transformer.double()
-    call = {"max_sequence_length": 8}
-    policy = DiffusionPolicy(pipe, kernel=Flow(), steps=3, call=call, output_type="latent")
+    policy = DiffusionPolicy(pipe, kernel=Flow(), steps=3, call={"max_sequence_length": 8}, output_type="latent")
     move(policy)
+    return policy
+
+
+def sharded_update(ranks: World, kind: str, execution: str, sizes: dict[str, Any], shard: Any) -> dict[str, Any]:
+    """The gradient of one update of a tiny float64 pipeline whose transformer is sharded over `shard` ranks; what was sent."""
+    policy, objective, strategy = tiny_policy(kind), Grpo(), EXECUTIONS[execution]()
     mesh = ParallelConfig(shard=shard).mesh(ranks.size, torch.device("cpu"))
     if mesh is not None:
         policy.shard(mesh)

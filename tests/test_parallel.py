@@ -26,9 +26,11 @@ from onetake.metrics import PHASES, Log
 from onetake.objectives import Grpo
 from onetake.parallel import ALONE, Layout, world
 from onetake.policies import trainable
+from onetake.policies.blank import blank_policy
 from onetake.policies.toy import ToyPolicy
 from onetake.records import Address
 from onetake.report.text import count, duration
+from onetake.scaling import SMALL
 from onetake.selection import All
 from onetake.session import continued
 from onetake.train import Watcher, train
@@ -47,6 +49,7 @@ from ranks import (
     whole_run,
 )
 from test_resume import untimed
+from test_scaling import predicted
 from tiny import tiny_task
 
 SHARED = {"groups": 4, "group_size": 4, "micro_batch": 2, "layout": "shared-prompt"}
@@ -202,19 +205,23 @@ def assert_same_update(case, found: list[dict]) -> None:
     assert 0 < wanted["statistics"]["clip_fraction"] < 1 or case[1] != "plain"
 
 
-def assert_one_reduction(found: list[dict]) -> None:
-    """Of all gradients at once, and of one number a parameter that says whether there is a gradient."""
+def assert_one_reduction(case, ranks: int, found: list[dict]) -> None:
+    """Of all gradients at once, and of one number a parameter that says whether there is a gradient. `plan` predicts it."""
+    execution, variant, sizes = case
     parameters = trainable(ToyPolicy(Flow()))
     elements = sum(p.numel() for p in parameters.values()) + len(parameters)
+    scores = len(found[0]["scores"]) + ("KL" in variant)
+    wanted = predicted(ToyPolicy(Flow()), sizes, execution, ranks, scores=scores, steps=5)
     for rank in found:
         assert rank["sent"] == [("allreduce_", 8 * elements)]
+        assert sorted(rank["scoring"] + rank["sent"]) == wanted
 
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[name_of(case) for case in CASES])
 def test_an_update_on_two_ranks_is_the_update_of_one(two, index):
     found = [rank["updates"][index] for rank in two]
     assert_same_update(CASES[index], found)
-    assert_one_reduction(found)
+    assert_one_reduction(CASES[index], 2, found)
 
 
 @pytest.mark.ranks4
@@ -222,7 +229,7 @@ def test_an_update_on_two_ranks_is_the_update_of_one(two, index):
 def test_an_update_on_four_ranks_is_the_update_of_one(four, index):
     found = [rank[index] for rank in four]
     assert_same_update(CASES_OF_4[index], found)
-    assert_one_reduction(found)
+    assert_one_reduction(CASES_OF_4[index], 4, found)
 
 
 def test_one_process_sends_nothing():
@@ -289,13 +296,13 @@ def recipe_file(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tiny_runs(recipe_file, tmp_path_factory) -> tuple[Path, list[str]]:
-    """The folder of runs on two ranks, and what each rank printed; beside them, the same runs on one process."""
+def tiny_runs(recipe_file, tmp_path_factory) -> tuple[Path, list[str], list[list[tuple[str, int]]]]:
+    """The folder of runs on two ranks, what each rank printed, and sent in an update; the same runs on one process."""
     root = tmp_path_factory.mktemp("runs")
-    printed = on_ranks(2, root / "ranks", tiny_session, recipe_file, root)
+    ranks = on_ranks(2, root / "ranks", tiny_session, recipe_file, root)
     whole_run(ALONE, recipe_file, f"out={root / 'whole-1'}")
     whole_run(ALONE, recipe_file, f"out={root / 'conventional-1'}", *CONVENTIONAL)
-    return root, printed
+    return root, *map(list, zip(*ranks, strict=True))
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -322,7 +329,7 @@ def assert_same_up_to_rounding(found: Path, wanted: Path) -> None:
 
 @pytest.mark.parametrize("name", ["whole", "conventional"])
 def test_a_run_on_two_ranks_is_the_run_of_one(tiny_runs, name):
-    root, _ = tiny_runs
+    root, *_ = tiny_runs
     assert_same_up_to_rounding(root / name, root / f"{name}-1")
     updates = [line for line in Log(root / name / "metrics.jsonl").read() if line["kind"] == "update"]
     assert all(line["step_norm"] > 0 for line in updates)
@@ -330,19 +337,31 @@ def test_a_run_on_two_ranks_is_the_run_of_one(tiny_runs, name):
 
 
 def test_broken_and_resumed_on_two_ranks_equals_uninterrupted(tiny_runs):
-    root, _ = tiny_runs
+    root, *_ = tiny_runs
     whole, broken = weights(root / "whole"), weights(root / "broken")
     assert all(torch.equal(whole[name], broken[name]) for name in whole | broken)
     assert untimed(root / "whole") == untimed(root / "broken")
 
 
 def test_the_first_evaluation_on_two_ranks_is_that_of_one_bit_for_bit(tiny_runs):
-    root, _ = tiny_runs
+    root, *_ = tiny_runs
     assert_same_evaluation(root / "whole", root / "whole-1", 0)
 
 
+def test_all_that_an_update_of_a_run_sends_is_what_plan_predicts(tiny_runs, recipe_file):
+    """Gradients and scores by the byte; of the small things, their number."""
+    recipe = config.load(recipe_file.read_text())
+    policy = blank_policy(recipe.policy, recipe.pipeline_source, recipe.seed)
+    wanted = predicted(policy, recipe.rollout.model_dump(), recipe.execution, 2, scores=1, steps=3)
+    for sent in tiny_runs[2]:
+        assert sorted(m for m in sent if m[0] == "allreduce_") == wanted
+        small = [size for name, size in sent if name == "allgather_"]
+        assert len(small) == len(sent) - len(wanted) == SMALL
+        assert sum(small) < 8192  # 32 bytes an event, for the log
+
+
 def test_what_each_rank_took_is_logged_and_reported(tiny_runs):
-    root, _ = tiny_runs
+    root, *_ = tiny_runs
     updates = [line for line in Log(root / "whole" / "metrics.jsonl").read() if line["kind"] == "update"]
     for line in updates:
         assert len(line["ranks"]) == 2
@@ -361,7 +380,7 @@ def test_what_each_rank_took_is_logged_and_reported(tiny_runs):
 
 
 def test_rank_0_alone_prints_and_writes(tiny_runs):
-    root, (first, second) = tiny_runs
+    root, (first, second), _ = tiny_runs
     assert "on 2 ranks, shared-prompt: each samples 2 images of 2 prompts" in first
     assert "report" in first
     assert second == ""

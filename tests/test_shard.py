@@ -18,8 +18,18 @@ from onetake.checkpoint import read
 from onetake.execution import EXECUTIONS
 from onetake.execution.sampling import RolloutConfig
 from onetake.parallel import ALONE, ParallelConfig
-from ranks import LORA, assert_same_evaluation, continued_run, on_ranks, sharded_session, sharded_updates, whole_run
+from ranks import (
+    LORA,
+    assert_same_evaluation,
+    continued_run,
+    on_ranks,
+    sharded_session,
+    sharded_updates,
+    tiny_policy,
+    whole_run,
+)
 from test_resume import untimed
+from test_scaling import predicted
 from tiny import tiny_task
 
 SHARED = {"groups": 2, "group_size": 2, "micro_batch": 1, "layout": "shared-prompt"}
@@ -128,6 +138,22 @@ def test_collectives_of_an_update_are_counted(two, index):
         padding = 0 if kind == "lora" else bytes_sent // 8 - elements - flags
         assert bytes_sent == 8 * (elements + flags + padding)
         assert 0 <= padding < 0.05 * elements
+        assert_predicted(CASES[index], found, 2, 2)
+
+
+@pytest.mark.ranks4
+@pytest.mark.parametrize("index", range(len(CASES_OF_4)), ids=[name_of(case) for case in CASES_OF_4])
+def test_collectives_of_two_replicas_are_those_that_plan_predicts(four, index):
+    for rank in four[0]:
+        assert_predicted(CASES_OF_4[index], rank[index], 4, 2)
+
+
+def assert_predicted(case, found: dict, ranks: int, shards: int) -> None:
+    """All collectives of the update and the bytes of each, besides the rewards'."""
+    kind, execution, sizes = case
+    policy = tiny_policy(kind)
+    wanted = predicted(policy, sizes, execution, ranks, shards=shards, scores=0, steps=STEPS)
+    assert sorted(found["sampling"] + found["backward"] + found["reduction"]) == wanted
 
 
 def weights(folder: Path, update: int = 2) -> dict[str, torch.Tensor]:

@@ -76,13 +76,24 @@ def train(
 
 @app.command()
 def plan(
-    recipe: RecipeArgument = DEFAULT_RECIPE,
+    recipe: Annotated[
+        str, typer.Argument(help="A recipe's name or YAML file; with --world, the folder of a run on one device.")
+    ] = DEFAULT_RECIPE,
     overrides: SetOption = None,
     memory: Annotated[
         str | None, typer.Option(help="To fit in, e.g. 80GiB; by default the GPU's, if one is used.")
     ] = None,
+    world: Annotated[
+        int | None, typer.Option(min=2, help="Devices: what an update would take on them, from a run on one.")
+    ] = None,
+    per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, help="Of the devices of --world.")] = 8,
+    link: Annotated[str, typer.Option(help="What one of them sends to another of its node.")] = "450GB/s",
+    network: Annotated[str, typer.Option(help="And to one of another node.")] = "50GB/s",
 ) -> None:
     """What a run will need in memory, phase by phase and under every execution, before anything loads."""
+    if world is not None:
+        _plan_world(Path(recipe), overrides or [], memory, world, per_node, {"link": link, "network": network})
+        return
     from onetake import config
     from onetake.forecast import Forecast, verdict
     from onetake.memory import device_memory, parse_bytes
@@ -114,6 +125,41 @@ def plan(
         console.print(table)
         if limit is not None:
             console.print(verdict(forecast, choices, limit))
+
+
+def _plan_world(
+    folder: Path, overrides: list[str], memory: str | None, world: int, per_node: int, speeds: dict[str, str]
+) -> None:
+    from onetake.memory import parse_bytes
+    from onetake.scaling import Machine, Profile, predictions, rescaled
+
+    with _errors_in_one_place():
+        limit = None if memory is None else parse_bytes(memory)
+        rates = {name: float(parse_bytes(told.removesuffix("/s"), f"--{name}")) for name, told in speeds.items()}
+        machine = Machine(ranks=world, per_node=per_node, **rates)
+        loaded, profile = rescaled(folder, overrides), Profile.of(folder)
+        found, refused = predictions(loaded, profile, machine)
+        size = loaded.rollout
+        console.print(
+            f"measured by {folder}: {profile.forward:.4g} s a step of an image, {profile.backward:.4g} s an event's backward, "
+            f"{profile.scoring:.4g} s decoding and reward, {profile.optimizer:.4g} s the optimizer"
+        )
+        console.print(
+            f"predicted for an update of {size.groups} prompts × {size.group_size} images on {world} devices, {per_node} to a "
+            f"node, {speeds['link']} in it and {speeds['network']} between; nothing overlaps (docs/plan.md)"
+        )
+        heads = ("layout", "execution", "B", "compute", "send, s", "MB", "sends", "GiB", "of ideal", "")
+        table = Table(*heads, box=None, padding=(0, 1, 0, 0))
+        for row in found:
+            sent, collectives = sum(m.sent for m in row.messages), sum(m.count for m in row.messages)
+            numbers = (f"{row.computing:.4g}", f"{row.sending:.3g}", f"{sent / 1e6:.4g}", f"{collectives:.0f}")
+            peak = "?" if row.peak is None else f"{row.peak / 2**30:.3f}"
+            fits = "" if limit is None or row.peak is None else "fits" if row.peak <= limit else "no"
+            cells = (row.layout.kind, row.execution, str(row.layout.micro_batch))
+            table.add_row(*cells, *numbers, peak, f"{row.efficiency:.1%}", fits)
+        console.print(table)
+        for problem in refused:
+            console.print(problem)
 
 
 @app.command()

@@ -96,11 +96,11 @@ def peak_mib(device: torch.device) -> float:
     return torch.cuda.max_memory_allocated(device) / (1 << 20) if device.type == "cuda" else peak_rss_mib()
 
 
-def parse_bytes(text: str) -> int:
-    """``80GiB``, ``24 GB`` or ``512MiB`` as bytes. Raises ValueError for anything else."""
+def parse_bytes(text: str, name: str = "memory") -> int:
+    """``80GiB``, ``24 GB`` or ``512MiB`` as bytes. Raises ValueError for anything else, which `name` was to be."""
     told = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMGT]?)(i?)B", text.strip())
     if told is None:
-        raise ValueError(f"memory: {text!r} is not a size; write 80GiB, 24GB or 512MiB")
+        raise ValueError(f"{name}: {text!r} is not a size; write 80GiB, 24GB or 512MiB")
     return int(float(told[1]) * (1024 if told[3] else 1000) ** " KMGT".index(told[2].upper() or " "))
 
 
