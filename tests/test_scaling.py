@@ -127,6 +127,11 @@ def test_what_was_not_measured_is_refused(run, options, text):
     assert (code, text in told) == (2, True), told
 
 
+def test_devices_without_a_number_of_them_are_refused():
+    code, told = plan("shapes", "--link", "25GB/s")
+    assert (code, "--link describes the devices of --world" in told) == (2, True), told
+
+
 def test_a_recipe_alone_has_no_seconds():
     code, told = plan("shapes", "--world", "4")
     assert (code, "--world: shapes is not a run folder" in told) == (2, True), told

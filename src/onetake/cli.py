@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -86,13 +86,15 @@ def plan(
     world: Annotated[
         int | None, typer.Option(min=2, help="Devices: what an update would take on them, from a run on one.")
     ] = None,
-    per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, help="Of the devices of --world.")] = 8,
-    link: Annotated[str, typer.Option(help="What one of them sends to another of its node.")] = "450GB/s",
-    network: Annotated[str, typer.Option(help="And to one of another node.")] = "50GB/s",
+    per_node: Annotated[int | None, typer.Option("--gpus-per-node", min=1, help="Of those of --world; 8.")] = None,
+    link: Annotated[str | None, typer.Option(help="What one of them sends to another of its node; 450GB/s.")] = None,
+    network: Annotated[str | None, typer.Option(help="And to one of another node; 50GB/s.")] = None,
 ) -> None:
     """What a run will need in memory, phase by phase and under every execution, before anything loads."""
+    machine = {"gpus-per-node": per_node, "link": link, "network": network}
+    given = {name: value for name, value in machine.items() if value is not None}
     if world is not None:
-        _plan_world(Path(recipe), overrides or [], memory, world, per_node, {"link": link, "network": network})
+        _plan_world(Path(recipe), overrides or [], memory, world, given)
         return
     from onetake import config
     from onetake.forecast import Forecast, verdict
@@ -101,6 +103,8 @@ def plan(
     from onetake.train import device_of
 
     with _errors_in_one_place():
+        if given:
+            raise ValueError(f"--{next(iter(given))} describes the devices of --world, and there is none; give both")
         loaded = config.load(config.recipe_text(recipe), overrides)
         limit = device_memory(device_of(loaded)) if memory is None else parse_bytes(memory)
         for line in plan_lines(loaded):
@@ -127,16 +131,14 @@ def plan(
             console.print(verdict(forecast, choices, limit))
 
 
-def _plan_world(
-    folder: Path, overrides: list[str], memory: str | None, world: int, per_node: int, speeds: dict[str, str]
-) -> None:
+def _plan_world(folder: Path, overrides: list[str], memory: str | None, world: int, given: dict[str, Any]) -> None:
     from onetake.memory import parse_bytes
     from onetake.scaling import Machine, Profile, predictions, rescaled
 
     with _errors_in_one_place():
         limit = None if memory is None else parse_bytes(memory)
-        rates = {name: float(parse_bytes(told.removesuffix("/s"), f"--{name}")) for name, told in speeds.items()}
-        machine = Machine(ranks=world, per_node=per_node, **rates)
+        rates = {n: parse_bytes(given[n].removesuffix("/s"), f"--{n}") for n in ("link", "network") if n in given}
+        machine = Machine(ranks=world, per_node=given.get("gpus-per-node", Machine.per_node), **rates)
         loaded, profile = rescaled(folder, overrides), Profile.of(folder)
         found, refused = predictions(loaded, profile, machine)
         size = loaded.rollout
@@ -145,8 +147,8 @@ def _plan_world(
             f"{profile.scoring:.4g} s decoding and reward, {profile.optimizer:.4g} s the optimizer"
         )
         console.print(
-            f"predicted for an update of {size.groups} prompts × {size.group_size} images on {world} devices, {per_node} to a "
-            f"node, {speeds['link']} in it and {speeds['network']} between; nothing overlaps (docs/plan.md)"
+            f"predicted for an update of {size.groups} prompts × {size.group_size} images on {world} devices, {machine.per_node} "
+            f"to a node, {machine.link / 1e9:g} GB/s in it and {machine.network / 1e9:g} GB/s between (docs/plan.md)"
         )
         heads = ("layout", "execution", "B", "compute", "send, s", "MB", "sends", "GiB", "of ideal", "")
         table = Table(*heads, box=None, padding=(0, 1, 0, 0))
