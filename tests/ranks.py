@@ -1,24 +1,29 @@
-"""Functions that run in several processes: toy updates and tiny runs, on gloo. Imported by each rank anew, so kept light."""
+"""Functions that run in several processes: toy updates and tiny runs, on gloo."""
 
 from __future__ import annotations
 
 import io
 import os
+import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.multiprocessing
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from helpers import PROMPTS, move
 from onetake.advantages import Advantages
 from onetake.coefficients import Coefficients
+from onetake.evaluation import EvaluationConfig, evaluate
 from onetake.execution import EXECUTIONS, Recompute
 from onetake.execution.sampling import RolloutConfig, deal, sample, score
+from onetake.metrics import Log
 from onetake.objectives import Grpo, Kl
 from onetake.parallel import ParallelConfig, World, world
 from onetake.parallel.shard import DTensor, held
@@ -27,7 +32,10 @@ from onetake.policies.toy import ToyPolicy
 from onetake.records import Address
 from onetake.rewards import Rewards
 from onetake.selection import All, Fraction
+from onetake.tasks import Task
 from onetake.transitions import Flow
+
+torch.multiprocessing.set_forkserver_preload(["ranks", "onetake.session"])  # imported once for all ranks of all tests
 
 
 def on_ranks(size: int, folder: Path, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -36,7 +44,8 @@ def on_ranks(size: int, folder: Path, function: Callable[..., Any], *arguments: 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(_one_rank, (size, port, folder, function, arguments), nprocs=size)
+    start = torch.multiprocessing.start_processes
+    start(_one_rank, (size, port, folder, function, arguments), nprocs=size, start_method="forkserver")
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(size)]
 
 
@@ -46,6 +55,25 @@ def _one_rank(rank: int, size: int, port: int, folder: Path, function: Callable[
     os.environ |= {name: str(value) for name, value in names.items()}
     with world() as ranks:
         torch.save(function(ranks, *arguments), folder / f"{rank}.pt")
+
+
+def on_agent(size: int, restarts: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What ``function(*arguments)`` returned in each of `size` processes, all started again when one dies: torchrun, without its
+    command line, whose processes would import everything anew.
+    """
+    agent = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=size,
+        run_id="test",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=restarts,
+        monitor_interval=0.1,
+        start_method="forkserver",
+    )
+    returned = elastic_launch(agent, function)(*arguments)
+    return [returned[rank] for rank in range(size)]
 
 
 class Collectives(TorchDispatchMode):
@@ -91,7 +119,8 @@ def toy_update(ranks: World, execution: str, variant: str, sizes: dict[str, Any]
     address = Address(seed=1, stream="train", update=0)
     dealt = deal(config, PROMPTS, policy, chosen.get("selection", All()), objective, address)
     rollout = sample(policy, strategy, config.over(ranks.size).share(dealt, ranks.rank), dealt)
-    score(rollout, TOY_REWARDS, chosen.get("advantages", Advantages()), kl, ranks)
+    with Collectives() as scoring:
+        score(rollout, TOY_REWARDS, chosen.get("advantages", Advantages()), kl, ranks)
     found = {
         "made": {
             (b.group, s): (outputs[i], [event.action[i] for event in events])
@@ -101,6 +130,7 @@ def toy_update(ranks: World, execution: str, variant: str, sizes: dict[str, Any]
         "scores": rollout.scores,
         "rewards": rollout.rewards,
         "advantages": rollout.advantages,
+        "scoring": scoring.seen,
         "kl": 0.0 if rollout.kl is None else float(rollout.kl.mean()),
     }
     with Collectives() as sent:
@@ -135,7 +165,39 @@ def toy_session(ranks: World, cases: list[tuple[str, str, dict[str, Any]]]) -> d
         "table": ranks.table(torch.tensor([[0.0, float("nan")], [float("nan"), 1.0]])),
         "unequal": unequal_weights(ranks),
         "failed": rank_0_fails(ranks),
+        "evaluation": toy_evaluation(ranks),
     }
+
+
+def toy_evaluation(ranks: World) -> dict[str, Any]:
+    """Three prompts' samples and scores, and what this rank did for them."""
+    scored: list[str] = []
+
+    def length(x, prompts):
+        scored.extend(prompts)
+        return x.norm(dim=1)
+
+    policy, rewards = ToyPolicy(Flow()), Rewards(functions={"length": length}, weights={"length": 1.0})
+    calls = []
+    policy.module.register_forward_hook(lambda *_: calls.append(1))
+    task = Task(train=PROMPTS, held_out=PROMPTS[:3], rewards=rewards)
+    made = evaluate(policy, task, EvaluationConfig(samples=2), seed=1, world=ranks)
+    return {"made": made, "scored": scored, "calls": len(calls), "billed": policy.calls}
+
+
+def assert_same_evaluation(found: Path, wanted: Path, update: int) -> None:
+    """Of two run folders: every number of the log but seconds, every picture, score and verdict, bit for bit."""
+    lines = []
+    for folder in (found, wanted):
+        every = [line for line in Log(folder / "metrics.jsonl").read() if line["kind"] == "evaluation"]
+        (line,) = [line for line in every if line["update"] == update]
+        lines.append({key: value for key, value in line.items() if not key.endswith("_s")})
+    assert lines[0] == lines[1]
+    ours, theirs = (folder / "evaluations" / f"update-{update:06d}" for folder in (found, wanted))
+    assert ours.with_suffix(".json").read_text() == theirs.with_suffix(".json").read_text()
+    with np.load(ours.with_suffix(".npz")) as mine, np.load(theirs.with_suffix(".npz")) as others:
+        assert all(np.array_equal(mine[name], others[name]) for name in ("images", "scores"))
+        assert len(mine["images"]) == 6
 
 
 def missing_gradients(ranks: World) -> list[Any]:
@@ -186,6 +248,39 @@ def blind_to_first(images, prompts):
     return torch.where(torch.tensor([p == "first" for p in prompts]), 0.0, images.mean((1, 2, 3)))
 
 
+def deadly(images, prompts):
+    """The same, but in the first attempt rank 1 is killed as it scores for the ninth time: in the third update."""
+    deadly.calls += 1
+    if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"], deadly.calls) == ("1", "0", 9):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return blind_to_first(images, prompts)
+
+
+deadly.calls = 0
+
+
+def counted_run(ranks: World, recipe: Path, folder: Path) -> list[tuple[str, int]]:
+    """What is sent from the end of a run's second update to the end of its third, with nothing else due."""
+    from onetake import config
+    from onetake.session import opened
+    from onetake.train import Watcher, train
+
+    quiet = ("rollout.resample=0", "kl={}", "evaluation.every=9", "checkpoint.every=9")
+    session = ranks.told(lambda: opened(str(recipe), [f"out={folder}", *quiet], ranks.size))
+    ends = []
+    with Collectives() as sent:
+        watch = Watcher(say=lambda line: None, update=lambda columns: ends.append(len(sent.seen)))
+        train(session.recipe, folder, config.dump(session.recipe), watch, ranks)
+    return sent.seen[ends[1] : ends[2]]
+
+
+def restarted_run(recipe: Path, *overrides: str) -> str:
+    """In a process that torchrun's agent has started, perhaps again."""
+    torch.set_num_threads(1)
+    with world() as ranks:
+        return whole_run(ranks, recipe, *overrides)
+
+
 def whole_run(ranks: World, recipe: Path, *overrides: str) -> str:
     """A run as the command line makes it; what it printed."""
     from rich.console import Console
@@ -219,12 +314,12 @@ def broken_run(ranks: World, recipe: Path, after: int, *overrides: str) -> None:
         raise AssertionError("it was to die")
 
 
-def tiny_session(ranks: World, recipe: Path, root: Path) -> str:
-    """Runs of a tiny pipeline in folders of `root`; what the first printed."""
+def tiny_session(ranks: World, recipe: Path, root: Path) -> tuple[str, list[tuple[str, int]]]:
+    """Runs of a tiny pipeline in folders of `root`; what the first printed, and what an update of the last sent."""
     printed = whole_run(ranks, recipe, f"out={root / 'whole'}")
     broken_run(ranks, recipe, 2, f"out={root / 'broken'}")
     whole_run(ranks, recipe, f"out={root / 'conventional'}", *CONVENTIONAL)
-    return printed
+    return printed, counted_run(ranks, recipe, root / "counted")
 
 
 CONVENTIONAL = (
@@ -243,18 +338,23 @@ def latents_length(x, prompts):
     return x.flatten(1).norm(dim=1)
 
 
-def sharded_update(ranks: World, kind: str, execution: str, sizes: dict[str, Any], shard: Any) -> dict[str, Any]:
-    """The gradient of one update of a tiny float64 pipeline whose transformer is sharded over `shard` ranks; what was sent."""
+def tiny_policy(kind: str) -> Any:
+    """A float64 pipeline of which adapters, or all weights, are trained."""
     from onetake.policies.adapters import Full, Lora
     from onetake.policies.diffusion import DiffusionPolicy
     from tiny import tiny_sd3
 
-    pipe, objective, strategy = tiny_sd3(dtype=torch.float64), Grpo(), EXECUTIONS[execution]()
+    pipe = tiny_sd3(dtype=torch.float64)
     {"lora": Lora(rank=2), "full": Full()}[kind].attach(pipe, 0)
     pipe.transformer.double()
-    call = {"max_sequence_length": 8}
-    policy = DiffusionPolicy(pipe, kernel=Flow(), steps=3, call=call, output_type="latent")
+    policy = DiffusionPolicy(pipe, kernel=Flow(), steps=3, call={"max_sequence_length": 8}, output_type="latent")
     move(policy)
+    return policy
+
+
+def sharded_update(ranks: World, kind: str, execution: str, sizes: dict[str, Any], shard: Any) -> dict[str, Any]:
+    """The gradient of one update of a tiny float64 pipeline whose transformer is sharded over `shard` ranks; what was sent."""
+    policy, objective, strategy = tiny_policy(kind), Grpo(), EXECUTIONS[execution]()
     mesh = ParallelConfig(shard=shard).mesh(ranks.size, torch.device("cpu"))
     if mesh is not None:
         policy.shard(mesh)

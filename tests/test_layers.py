@@ -34,7 +34,7 @@ LAYERS = [
         )
     },
     {"train", "checkpoint", "tasks", "evaluation", "recipe", "optimizer", "ema", "verify", "forecast", "language"},
-    {"cli", "config", "session", "report", "__main__"},
+    {"cli", "config", "session", "scaling", "report", "__main__"},
 ]
 SPLIT = {"activations"}  # packages whose modules lie in different layers; their own __init__ imports nothing
 LAYER = {part: number for number, parts in enumerate(LAYERS) for part in parts}

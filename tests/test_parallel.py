@@ -22,18 +22,34 @@ from helpers import PROMPTS, relative_error
 from onetake import config
 from onetake.execution import EXECUTIONS
 from onetake.execution.sampling import RolloutConfig, deal
-from onetake.metrics import Log
+from onetake.metrics import PHASES, Log
 from onetake.objectives import Grpo
 from onetake.parallel import ALONE, Layout, world
 from onetake.policies import trainable
+from onetake.policies.blank import blank_policy
 from onetake.policies.toy import ToyPolicy
 from onetake.records import Address
+from onetake.report.text import count, duration
+from onetake.scaling import SMALL
 from onetake.selection import All
 from onetake.session import continued
 from onetake.train import Watcher, train
 from onetake.transitions import Flow
-from ranks import CONVENTIONAL, VARIANTS, on_ranks, tiny_session, toy_session, toy_updates, whole_run
+from ranks import (
+    CONVENTIONAL,
+    VARIANTS,
+    assert_same_evaluation,
+    on_agent,
+    on_ranks,
+    restarted_run,
+    tiny_session,
+    toy_evaluation,
+    toy_session,
+    toy_updates,
+    whole_run,
+)
 from test_resume import untimed
+from test_scaling import predicted
 from tiny import tiny_task
 
 SHARED = {"groups": 4, "group_size": 4, "micro_batch": 2, "layout": "shared-prompt"}
@@ -189,19 +205,23 @@ def assert_same_update(case, found: list[dict]) -> None:
     assert 0 < wanted["statistics"]["clip_fraction"] < 1 or case[1] != "plain"
 
 
-def assert_one_reduction(found: list[dict]) -> None:
-    """Of all gradients at once, and of one number a parameter that says whether there is a gradient."""
+def assert_one_reduction(case, ranks: int, found: list[dict]) -> None:
+    """Of all gradients at once, and of one number a parameter that says whether there is a gradient. `plan` predicts it."""
+    execution, variant, sizes = case
     parameters = trainable(ToyPolicy(Flow()))
     elements = sum(p.numel() for p in parameters.values()) + len(parameters)
+    scores = len(found[0]["scores"]) + ("KL" in variant)
+    wanted = predicted(ToyPolicy(Flow()), sizes, execution, ranks, scores=scores, steps=5)
     for rank in found:
         assert rank["sent"] == [("allreduce_", 8 * elements)]
+        assert sorted(rank["scoring"] + rank["sent"]) == wanted
 
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[name_of(case) for case in CASES])
 def test_an_update_on_two_ranks_is_the_update_of_one(two, index):
     found = [rank["updates"][index] for rank in two]
     assert_same_update(CASES[index], found)
-    assert_one_reduction(found)
+    assert_one_reduction(CASES[index], 2, found)
 
 
 @pytest.mark.ranks4
@@ -209,7 +229,7 @@ def test_an_update_on_two_ranks_is_the_update_of_one(two, index):
 def test_an_update_on_four_ranks_is_the_update_of_one(four, index):
     found = [rank[index] for rank in four]
     assert_same_update(CASES_OF_4[index], found)
-    assert_one_reduction(found)
+    assert_one_reduction(CASES_OF_4[index], 4, found)
 
 
 def test_one_process_sends_nothing():
@@ -234,6 +254,19 @@ def test_unequal_weights_stop_the_run(two):
 
 def test_where_rank_0_fails_it_alone_says_why(two):
     assert [rank["failed"] for rank in two] == ["no such recipe", "exit 2"]
+
+
+def test_an_evaluation_is_shared_and_is_that_of_one_process(two):
+    """Of three prompts on two ranks: both run the model equally often, and each prompt is scored once."""
+    alone, (first, second) = toy_evaluation(ALONE), [rank["evaluation"] for rank in two]
+    assert (first["scored"], second["scored"]) == (["first", "first", "third", "third"], ["second", "second"])
+    assert first["calls"] == second["calls"] == alone["calls"] * 2 // 3
+    assert first["billed"] == second["billed"] == 0
+    assert second["made"] is None
+    ours, theirs = vars(first["made"]), vars(alone["made"])
+    assert torch.equal(ours.pop("images"), theirs.pop("images"))
+    assert torch.equal(ours.pop("scores"), theirs.pop("scores"))
+    assert ours | {"seconds": 0} == theirs | {"seconds": 0}
 
 
 # Runs of a tiny pipeline
@@ -263,13 +296,13 @@ def recipe_file(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tiny_runs(recipe_file, tmp_path_factory) -> tuple[Path, list[str]]:
-    """The folder of runs on two ranks, and what each rank printed; beside them, the same runs on one process."""
+def tiny_runs(recipe_file, tmp_path_factory) -> tuple[Path, list[str], list[list[tuple[str, int]]]]:
+    """The folder of runs on two ranks, what each rank printed, and sent in an update; the same runs on one process."""
     root = tmp_path_factory.mktemp("runs")
-    printed = on_ranks(2, root / "ranks", tiny_session, recipe_file, root)
+    ranks = on_ranks(2, root / "ranks", tiny_session, recipe_file, root)
     whole_run(ALONE, recipe_file, f"out={root / 'whole-1'}")
     whole_run(ALONE, recipe_file, f"out={root / 'conventional-1'}", *CONVENTIONAL)
-    return root, printed
+    return root, *map(list, zip(*ranks, strict=True))
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -296,7 +329,7 @@ def assert_same_up_to_rounding(found: Path, wanted: Path) -> None:
 
 @pytest.mark.parametrize("name", ["whole", "conventional"])
 def test_a_run_on_two_ranks_is_the_run_of_one(tiny_runs, name):
-    root, _ = tiny_runs
+    root, *_ = tiny_runs
     assert_same_up_to_rounding(root / name, root / f"{name}-1")
     updates = [line for line in Log(root / name / "metrics.jsonl").read() if line["kind"] == "update"]
     assert all(line["step_norm"] > 0 for line in updates)
@@ -304,19 +337,67 @@ def test_a_run_on_two_ranks_is_the_run_of_one(tiny_runs, name):
 
 
 def test_broken_and_resumed_on_two_ranks_equals_uninterrupted(tiny_runs):
-    root, _ = tiny_runs
+    root, *_ = tiny_runs
     whole, broken = weights(root / "whole"), weights(root / "broken")
     assert all(torch.equal(whole[name], broken[name]) for name in whole | broken)
     assert untimed(root / "whole") == untimed(root / "broken")
 
 
+def test_the_first_evaluation_on_two_ranks_is_that_of_one_bit_for_bit(tiny_runs):
+    root, *_ = tiny_runs
+    assert_same_evaluation(root / "whole", root / "whole-1", 0)
+
+
+def test_all_that_an_update_of_a_run_sends_is_what_plan_predicts(tiny_runs, recipe_file):
+    """Gradients and scores by the byte; of the small things, their number."""
+    recipe = config.load(recipe_file.read_text())
+    policy = blank_policy(recipe.policy, recipe.pipeline_source, recipe.seed)
+    wanted = predicted(policy, recipe.rollout.model_dump(), recipe.execution, 2, scores=1, steps=3)
+    for sent in tiny_runs[2]:
+        assert sorted(m for m in sent if m[0] == "allreduce_") == wanted
+        small = [size for name, size in sent if name == "allgather_"]
+        assert len(small) == len(sent) - len(wanted) == SMALL
+        assert sum(small) < 8192  # 32 bytes an event, for the log
+
+
+def test_what_each_rank_took_is_logged_and_reported(tiny_runs):
+    root, *_ = tiny_runs
+    updates = [line for line in Log(root / "whole" / "metrics.jsonl").read() if line["kind"] == "update"]
+    for line in updates:
+        assert len(line["ranks"]) == 2
+        assert {key: line["ranks"][0][key] for key in line["ranks"][0] if key != "peak_mib"} == {
+            f"{name}_s": line[f"{name}_s"] for name in PHASES
+        }
+        assert line["ranks"][0] != line["ranks"][1]
+        assert all(rank["peak_mib"] > 50 and rank["sampling_s"] > 0 for rank in line["ranks"])
+    alone = Log(root / "whole-1" / "metrics.jsonl").read()
+    assert not any("ranks" in line for line in alone)
+    report = (root / "whole" / "report.html").read_text()
+    peak = max(line["ranks"][1]["peak_mib"] for line in updates)
+    seconds = sum(line["ranks"][1]["sampling_s"] for line in updates)
+    assert f"<tr><th>rank 1</th><td>{count(peak)}</td><td>{duration(seconds)}</td>" in report
+    assert "rank 1" not in (root / "whole-1" / "report.html").read_text()
+
+
 def test_rank_0_alone_prints_and_writes(tiny_runs):
-    root, (first, second) = tiny_runs
+    root, (first, second), _ = tiny_runs
     assert "on 2 ranks, shared-prompt: each samples 2 images of 2 prompts" in first
     assert "report" in first
     assert second == ""
     assert (root / "whole" / "report.html").is_file()
     assert '"ranks": 2' in (root / "whole" / "environment.json").read_text()
+
+
+def test_a_rank_killed_in_an_update_is_started_again_and_ends_as_uninterrupted(recipe_file, tiny_runs, tmp_path):
+    """By torchrun's agent, as `--restarts 1` asks it; the reward kills rank 1 in the third update of the first attempt."""
+    folder, wanted = tmp_path / "run", tiny_runs[0] / "whole"
+    printed, silent = on_agent(2, 1, restarted_run, recipe_file, f"out={folder}", "task.reward=ranks:deadly")
+    assert "update 0: held-out" not in printed  # it went on; and in the first attempt
+    assert "update 4: held-out" in printed
+    assert silent == ""
+    assert all(torch.equal(weights(folder)[name], value) for name, value in weights(wanted).items())
+    ours, theirs = ([line | {"rewards": None} for line in untimed(f)] for f in (folder, wanted))  # by another name
+    assert ours == theirs
 
 
 @pytest.mark.slow  # three more processes import the pipelines

@@ -35,6 +35,7 @@ TIMES = (
     "backward_s",
     "optimizer_s",
     "evaluation_s",
+    "ranks",  # seconds and memory of each
 )
 
 

@@ -18,8 +18,18 @@ from onetake.checkpoint import read
 from onetake.execution import EXECUTIONS
 from onetake.execution.sampling import RolloutConfig
 from onetake.parallel import ALONE, ParallelConfig
-from ranks import LORA, continued_run, on_ranks, sharded_session, sharded_updates, whole_run
+from ranks import (
+    LORA,
+    assert_same_evaluation,
+    continued_run,
+    on_ranks,
+    sharded_session,
+    sharded_updates,
+    tiny_policy,
+    whole_run,
+)
 from test_resume import untimed
+from test_scaling import predicted
 from tiny import tiny_task
 
 SHARED = {"groups": 2, "group_size": 2, "micro_batch": 1, "layout": "shared-prompt"}
@@ -50,7 +60,7 @@ def recipe_file(tmp_path_factory) -> Path:
         "kl": {"beta": 0.1},
         "ema": {"decay": 0.5, "every": 1},
         "optimizer": {"learning_rate": 0.01, "eps": 1e-3},  # rounding moves a small gradient little
-        "evaluation": {"every": 2, "samples": 2, "prompts": 1},
+        "evaluation": {"every": 2, "samples": 2},
         "checkpoint": {"every": 1, "keep": 2},
         "updates": 2,
     }
@@ -128,6 +138,24 @@ def test_collectives_of_an_update_are_counted(two, index):
         padding = 0 if kind == "lora" else bytes_sent // 8 - elements - flags
         assert bytes_sent == 8 * (elements + flags + padding)
         assert 0 <= padding < 0.05 * elements
+        assert_predicted(CASES[index], found, 2, 2)
+
+
+@pytest.mark.ranks4
+@pytest.mark.parametrize("index", range(len(CASES_OF_4)), ids=[name_of(case) for case in CASES_OF_4])
+def test_collectives_of_two_replicas_are_those_that_plan_predicts(four, index):
+    for rank in four[0]:
+        assert_predicted(CASES_OF_4[index], rank[index], 4, 2)
+
+
+def assert_predicted(case, found: dict, ranks: int, shards: int) -> None:
+    """All collectives of the update and the bytes of each, besides the rewards'."""
+    kind, execution, sizes = case
+    policy = tiny_policy(kind)
+    wanted = predicted(policy, sizes, execution, ranks, shards=shards, scores=0, steps=STEPS)
+    sent = found["sampling"] + found["backward"] + found["reduction"]
+    names = {"all_reduce": "allreduce_"}  # DTensor's name for it
+    assert sorted((names.get(name, name), size) for name, size in sent) == wanted
 
 
 def weights(folder: Path, update: int = 2) -> dict[str, torch.Tensor]:
@@ -158,6 +186,11 @@ def assert_same_run(found: Path, wanted: Path) -> None:
 
 def test_saved_by_one_process_and_resumed_sharded_equals_uninterrupted(two, one):
     assert_same_run(two[1] / "begun-on-1", one / "whole")
+
+
+def test_an_evaluation_of_sharded_weights_is_that_of_one_process(two, one):
+    """Of three prompts on two ranks: one of them repeats what the other makes, so that both gather weights equally often."""
+    assert_same_evaluation(two[1] / "begun-on-2", one / "whole", 0)
 
 
 def test_adapters_on_a_sharded_base_run_and_resume_as_on_a_whole_one(two, one):

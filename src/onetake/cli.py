@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -82,16 +82,29 @@ def train(
 
 @app.command()
 def plan(
-    recipe: RecipeArgument = DEFAULT_RECIPE,
+    recipe: Annotated[
+        str, typer.Argument(help="A recipe's name or YAML file; with --world, the folder of a run on one device.")
+    ] = DEFAULT_RECIPE,
     overrides: SetOption = None,
     memory: Annotated[
         str | None, typer.Option(help="To fit in, e.g. 80GiB; by default the GPU's, if one is used.")
     ] = None,
+    world: Annotated[
+        int | None, typer.Option(min=2, help="Devices: what an update would take on them, from a run on one.")
+    ] = None,
+    per_node: Annotated[int | None, typer.Option("--gpus-per-node", min=1, help="Of those of --world; 8.")] = None,
+    link: Annotated[str | None, typer.Option(help="What one of them sends to another of its node; 450GB/s.")] = None,
+    network: Annotated[str | None, typer.Option(help="And to one of another node; 50GB/s.")] = None,
 ) -> None:
     """What a run will need in memory, phase by phase and under every execution, before anything loads; with activations, the plan.
 
     For a language model it is the plan alone, measured on one micro-batch.
     """
+    machine = {"gpus-per-node": per_node, "link": link, "network": network}
+    given = {name: value for name, value in machine.items() if value is not None}
+    if world is not None:
+        _plan_world(Path(recipe), overrides or [], memory, world, given)
+        return
     from onetake import config
     from onetake.forecast import Forecast, verdict
     from onetake.language.recipe import LanguageRecipe
@@ -100,6 +113,8 @@ def plan(
     from onetake.train import device_of
 
     with _errors_in_one_place():
+        if given:
+            raise ValueError(f"--{next(iter(given))} describes the devices of --world, and there is none; give both")
         loaded = config.load_any(config.recipe_text(recipe), overrides)
         if isinstance(loaded, LanguageRecipe):
             from onetake.language.run import measured_plan
@@ -136,6 +151,39 @@ def plan(
                 console.print(found.table(), markup=False)
         if limit is not None:
             console.print(verdict(forecast, choices, limit))
+
+
+def _plan_world(folder: Path, overrides: list[str], memory: str | None, world: int, given: dict[str, Any]) -> None:
+    from onetake.memory import parse_bytes
+    from onetake.scaling import Machine, Profile, predictions, rescaled
+
+    with _errors_in_one_place():
+        limit = None if memory is None else parse_bytes(memory)
+        rates = {n: parse_bytes(given[n].removesuffix("/s"), f"--{n}") for n in ("link", "network") if n in given}
+        machine = Machine(ranks=world, per_node=given.get("gpus-per-node", Machine.per_node), **rates)
+        loaded, profile = rescaled(folder, overrides), Profile.of(folder)
+        found, refused = predictions(loaded, profile, machine)
+        size = loaded.rollout
+        console.print(
+            f"measured by {folder}: {profile.forward:.4g} s a step of an image, {profile.backward:.4g} s an event's backward, "
+            f"{profile.scoring:.4g} s decoding and reward, {profile.optimizer:.4g} s the optimizer"
+        )
+        console.print(
+            f"predicted for an update of {size.groups} prompts × {size.group_size} images on {world} devices, {machine.per_node} "
+            f"to a node, {machine.link / 1e9:g} GB/s in it and {machine.network / 1e9:g} GB/s between (docs/plan.md)"
+        )
+        heads = ("layout", "execution", "B", "compute", "send, s", "MB", "sends", "GiB", "of ideal", "")
+        table = Table(*heads, box=None, padding=(0, 1, 0, 0))
+        for row in found:
+            sent, collectives = sum(m.sent for m in row.messages), sum(m.count for m in row.messages)
+            numbers = (f"{row.computing:.4g}", f"{row.sending:.3g}", f"{sent / 1e6:.4g}", f"{collectives:.0f}")
+            peak = "?" if row.peak is None else f"{row.peak / 2**30:.3f}"
+            fits = "" if limit is None or row.peak is None else "fits" if row.peak <= limit else "no"
+            cells = (row.layout.kind, row.execution, str(row.layout.micro_batch))
+            table.add_row(*cells, *numbers, peak, f"{row.efficiency:.1%}", fits)
+        console.print(table)
+        for problem in refused:
+            console.print(problem)
 
 
 def _loaded(recipe: Recipe) -> tuple[DiffusionPolicy, Task]:

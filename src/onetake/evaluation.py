@@ -14,6 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from onetake.parallel import ALONE, World
 from onetake.policies import Policy
 from onetake.records import Address, Config, MicroBatch, Prompt
 from onetake.tasks import Task
@@ -75,16 +76,23 @@ def chosen_prompts(config: EvaluationConfig, held_out: list[Prompt]) -> list[int
     return [i * len(held_out) // count for i in range(count)]
 
 
-def evaluate(policy: Policy, task: Task, config: EvaluationConfig, *, seed: int) -> Evaluation:
-    """Sample and score. The policy's counters are restored: evaluation is not part of the training bill."""
+def evaluate(
+    policy: Policy, task: Task, config: EvaluationConfig, *, seed: int, world: World = ALONE
+) -> Evaluation | None:
+    """Sample and score, each rank its share of the prompts; the result is rank 0's, None elsewhere.
+
+    A prompt's samples stay together, so that they are what one process makes. The policy's counters are restored:
+    evaluation is not part of the training bill.
+    """
     start = time.perf_counter()
     calls, forwards = policy.calls, policy.forwards
     address = Address(seed=seed, stream="evaluation", update=0)
     steps = config.steps or len(policy.sigmas) - 1
-    prompts: list[str] = []
-    images: list[Tensor] = []
-    parts: list[dict[str, Tensor]] = []
-    for index in chosen_prompts(config, task.held_out):
+    chosen = chosen_prompts(config, task.held_out)
+    made: dict[int, tuple[Tensor, dict[str, Tensor]]] = {}
+    for turn in range(-(-len(chosen) // world.size)):
+        place = turn * world.size + world.rank
+        index = chosen[min(place, len(chosen) - 1)]  # ranks that share weights must run the model equally often
         batch = MicroBatch(
             address=address,
             group=0,
@@ -94,14 +102,18 @@ def evaluate(policy: Policy, task: Task, config: EvaluationConfig, *, seed: int)
             stochastic=torch.zeros(config.samples, steps, dtype=torch.bool),
             weight=torch.ones(steps, dtype=torch.float64),
         )
-        images.append(policy.rollout(batch, lambda transition: None, grad=False).float().cpu())
-        prompts += [batch.prompt.text] * config.samples
-        parts.append(task.rewards(images[-1], [batch.prompt] * config.samples))
+        images = policy.rollout(batch, lambda transition: None, grad=False).float().cpu()
+        if place < len(chosen):
+            made[place] = images, task.rewards(images, [batch.prompt] * config.samples)
     policy.calls, policy.forwards = calls, forwards
+    everyone = {place: result for share in world.gathered(made) for place, result in share.items()}
+    if not everyone:
+        return None
+    parts = [everyone[place][1] for place in range(len(chosen))]
     return Evaluation(
-        prompts=prompts,
+        prompts=[task.held_out[index].text for index in chosen for _ in range(config.samples)],
         samples=list(range(config.samples)) * len(parts),
-        images=torch.cat(images),
+        images=torch.cat([everyone[place][0] for place in range(len(chosen))]),
         scores=torch.cat([task.rewards.total(part) for part in parts]),
         rewards={name: float(torch.cat([part[name] for part in parts]).mean()) for name in parts[0]},
         success_at=task.success_at,

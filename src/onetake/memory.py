@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from onetake.metrics import peak_rss_mib
+
 
 class PeakMemory:
     """The most memory in use at once since the last `restart`: of the device's allocator, or on CPU of the process (Linux)."""
@@ -89,11 +91,16 @@ class LiveBytes(TorchDispatchMode):
         self.now -= nbytes
 
 
-def parse_bytes(text: str) -> int:
-    """``80GiB``, ``24 GB`` or ``512MiB`` as bytes. Raises ValueError for anything else."""
+def peak_mib(device: torch.device) -> float:
+    """The most memory in use so far, MiB: on a GPU what its allocator gave out, else resident memory of the process."""
+    return torch.cuda.max_memory_allocated(device) / (1 << 20) if device.type == "cuda" else peak_rss_mib()
+
+
+def parse_bytes(text: str, name: str = "memory") -> int:
+    """``80GiB``, ``24 GB`` or ``512MiB`` as bytes. Raises ValueError for anything else, which `name` was to be."""
     told = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMGT]?)(i?)B", text.strip())
     if told is None:
-        raise ValueError(f"memory: {text!r} is not a size; write 80GiB, 24GB or 512MiB")
+        raise ValueError(f"{name}: {text!r} is not a size; write 80GiB, 24GB or 512MiB")
     return int(float(told[1]) * (1024 if told[3] else 1000) ** " KMGT".index(told[2].upper() or " "))
 
 

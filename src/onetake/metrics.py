@@ -57,6 +57,7 @@ METRICS: dict[str, str] = {
     "completion_tokens": "mean length of an update's completions, tokens",
     "recovery": "what an activation plan did, by name (docs/activations.md): of the last pass with gradients; for language the "
     "mean over the update's micro-batches",
+    "ranks": "on several ranks, of each: `peak_mib` so far (the GPU allocator's, else as above) and seconds, waiting included",
     "n": "images or completions in the evaluation",
     "stderr": "standard error of success_rate, √(p(1−p)/n)",
     "diversity": "mean over prompts of the mean pairwise RMS pixel difference between the prompt's images, pixels in [0, 1]",

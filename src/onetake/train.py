@@ -23,6 +23,7 @@ from onetake.evaluation import Evaluation, evaluate
 from onetake.execution import EXECUTIONS, Execution, Recompute
 from onetake.execution.preflight import Preflight, drifted, preflight, recheck
 from onetake.execution.sampling import deal, redeal, sample, score
+from onetake.memory import peak_mib
 from onetake.metrics import Elapsed, Log, Stopwatch, peak_rss_mib
 from onetake.optimizer import Optimizer
 from onetake.parallel import ALONE, World
@@ -82,7 +83,7 @@ class Spent:
     saved_forwards: int = 0
 
     def plus(self, counts: Tensor) -> Spent:
-        calls, forwards, saved = counts.tolist()
+        calls, forwards, saved = counts.long().tolist()
         return Spent(self.calls + calls, self.forwards + forwards, self.saved_forwards + saved)
 
     def columns(self) -> dict[str, int]:
@@ -110,7 +111,7 @@ class Run:
             recipe.policy, recipe.pipeline_source, recipe.seed, with_reference=recipe.penalty is not None
         )
         self.policy.check(self.task.train + self.task.held_out)
-        device = device_of(recipe)
+        self.device = device = device_of(recipe)
         mesh = recipe.parallel.mesh(self.world.size, device)
         if mesh is not None:
             self.policy.shard(mesh)
@@ -249,8 +250,10 @@ class Run:
         self.world.check_equal(self.parameters.values(), f"update {self.update}")
         if self.ema is not None:
             self.ema.update(self.update)
-        here = torch.tensor([[self.policy.calls, self.policy.forwards, self.saved_forwards]])
-        self.spent = self.earlier.plus(self.world.rows(here).sum(0))
+        counts = [self.policy.calls, self.policy.forwards, self.saved_forwards]
+        took = {"peak_mib": round(peak_mib(self.device), 1), **clock.columns()}
+        ranks = self.world.rows(torch.tensor([[*counts, *took.values()]], dtype=torch.float64))
+        self.spent = self.earlier.plus(ranks[:, : len(counts)].sum(0))
         columns = {
             "kind": "update",
             "update": self.update,
@@ -264,6 +267,8 @@ class Run:
             **({"recovery": self.recoveries.told} if self.recoveries.told else {}),
             "peak_rss_mib": peak_rss_mib(),
         }
+        if self.world.size > 1:
+            columns["ranks"] = [dict(zip(took, row, strict=True)) for row in ranks[:, len(counts) :].tolist()]
         self.world.once(lambda: self.log.write(**columns))
         self.watch.update(columns)
         if not live:
@@ -275,12 +280,11 @@ class Run:
             )
 
     def evaluate(self) -> Evaluation | None:
-        """By rank 0; where weights are sharded, by all ranks at once, since none can run the model by itself."""
-        if self.world.rank > 0 and not self.policy.gathered:
-            return None
+        """By all ranks, for rank 0."""
         with self.ema.applied() if self.ema is not None else nullcontext():
-            result = evaluate(self.policy, self.task, self.recipe.evaluation, seed=self.recipe.seed)
-        self.world.once(lambda: self.record(result))
+            result = evaluate(self.policy, self.task, self.recipe.evaluation, seed=self.recipe.seed, world=self.world)
+        if result is not None:
+            self.record(result)
         return result
 
     def record(self, result: Evaluation) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,7 @@ from onetake.records import Config
 Pair = tuple[DTensor, nn.Parameter]
 """A sharded parameter, and the whole tensor that it is gathered into for a forward: the leaf of its graphs."""
 
+AnyPair = TypeVar("AnyPair", bound=tuple[Any, nn.Parameter])
 BUCKET = 2**28  # elements reduced at once: a bucket is copied, and 1 GiB of float32 fits beside the gradients
 
 
@@ -91,9 +92,8 @@ def shard(model: nn.Module, mesh: DeviceMesh, whole: set[nn.Parameter]) -> dict[
 
     Returns, by parameter name, the tensors that the sharded ones are gathered into: the leaves of the model's graphs.
     """
-    blocks = [b for child in model.children() if isinstance(child, nn.ModuleList) for b in child]
     sharded: dict[nn.Module, FSDPModule] = {}
-    for unit in [*blocks, model]:
+    for unit in [*blocks(model), model]:
         unit.register_forward_hook(_own)  # before FSDP2's hooks, which go on the output
         sharded[unit] = fully_shard(unit, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
     sharded[model].set_requires_gradient_sync(False)
@@ -106,6 +106,11 @@ def shard(model: nn.Module, mesh: DeviceMesh, whole: set[nn.Parameter]) -> dict[
     return gathered
 
 
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """Of its lists of blocks; they and the rest of the model are the units that are gathered."""
+    return [block for child in model.children() if isinstance(child, nn.ModuleList) for block in child]
+
+
 def _own(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """Views copied: an operation in place on one would drop the hook by which FSDP2 gathers weights for the backward."""
     return tree_map(lambda value: value.clone() if isinstance(value, Tensor) and value._is_view() else value, output)
@@ -116,7 +121,7 @@ def sum_shards(pairs: Sequence[Pair]) -> None:
 
     One reduce-scatter for a bucket, and one all-reduce among replicas. None stays where no rank has a gradient.
     """
-    for bucket in _buckets(pairs):
+    for bucket in buckets(pairs):
         mesh, placements = bucket[0][0].device_mesh, bucket[0][0].placements
         shards = mesh.size(-1)
         present = torch.stack([leaf.new_tensor(leaf.grad is not None) for _, leaf in bucket])
@@ -131,8 +136,9 @@ def sum_shards(pairs: Sequence[Pair]) -> None:
             parameter.grad = _part(parameter, part) if count else None
 
 
-def _buckets(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
-    bucket: list[Pair] = []
+def buckets(pairs: Iterable[AnyPair]) -> Iterator[list[AnyPair]]:
+    """Those that are reduced together."""
+    bucket: list[AnyPair] = []
     for pair in pairs:
         if bucket and sum(leaf.numel() for _, leaf in [*bucket, pair]) > BUCKET:
             yield bucket

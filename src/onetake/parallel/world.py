@@ -21,9 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 from onetake.parallel.shard import DTensor, held, shards_of, sum_shards
 
 T = TypeVar("T")
-PATIENCE = timedelta(
-    hours=2
-)  # the other ranks wait while rank 0 evaluates; a rank that dies is noticed by torchrun at once
+PATIENCE = timedelta(hours=2)  # for a rank that is busy, with a slow reward say; torchrun notices at once one that died
 
 
 class World(Protocol):
@@ -46,6 +44,10 @@ class World(Protocol):
 
     def rows(self, own: Tensor) -> Tensor:
         """All ranks' rows (n_r, ...), one after the other in the order of ranks: (Σ n_r, ...)."""
+        ...
+
+    def gathered(self, own: T) -> list[T]:
+        """Every rank's `own`, in the order of ranks, on rank 0; empty elsewhere."""
         ...
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter], leaves: Iterable[nn.Parameter]) -> None:
@@ -76,6 +78,9 @@ class Alone:
 
     def rows(self, own: Tensor) -> Tensor:
         return own
+
+    def gathered(self, own: T) -> list[T]:
+        return [own]
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter], leaves: Iterable[nn.Parameter]) -> None:
         pass
@@ -118,6 +123,11 @@ class Ranks:
         gathered: list[Any] = [None] * self.size
         dist.all_gather_object(gathered, own.cpu())
         return torch.cat(gathered).to(own.device)
+
+    def gathered(self, own: T) -> list[T]:
+        everyone: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(own, everyone)
+        return everyone or []
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter], leaves: Iterable[nn.Parameter]) -> None:
         """Which parameters have a gradient travels in front of the gradients, so that it costs no reduction of its own."""

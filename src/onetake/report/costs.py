@@ -18,7 +18,7 @@ def section(runs: Sequence[Run]) -> str:
     longest = max(sum(phases(run).values()) for run in timed)
     bars = "".join(_bar(run, longest, named=len(runs) > 1) for run in timed)
     key = "".join(f'<li><i class="swatch" style="--c:var(--{name})"></i>{name}</li>' for name in PHASES)
-    sentences = "".join(f"<p>{_prefix(run, runs)}{execution_sentence(run)}</p>" for run in timed)
+    sentences = "".join(f"<p>{_prefix(run, runs)}{execution_sentence(run)}</p>{_ranks(run, runs)}" for run in timed)
     return (
         f'<section id="costs"><h2>Time and forwards</h2><ul class="legend">{key}</ul>'
         f'<div class="bars">{bars}</div>{_table(timed)}{sentences}</section>'
@@ -71,6 +71,22 @@ def _row(run: Run, *, named: bool) -> str:
         f"<tr><th>{title}</th>{cells}</tr>"
         f'<tr class="sub"><th>per update</th>{means}<td></td><td></td></tr>'
         f'<tr class="sub"><th>share</th>{shares}<td></td><td></td><td></td></tr>'
+    )
+
+
+def _ranks(run: Run, runs: Sequence[Run]) -> str:
+    """Peak and seconds of each rank; nothing for one process."""
+    if not run.ranks:
+        return ""
+    head = "".join(f"<th>{name}</th>" for name in ("peak MiB", *PHASES))
+    rows = ""
+    for number, rank in enumerate(run.ranks):
+        cells = "".join(f"<td>{duration(rank[name + '_s'])}</td>" for name in PHASES)
+        rows += f"<tr><th>rank {number}</th><td>{count(rank['peak_mib'])}</td>{cells}</tr>"
+    return (
+        f"<details><summary>{_prefix(run, runs)}{plural(len(run.ranks), 'rank')}, waiting for each other included</summary>"
+        f'<div class="scroll"><table class="numbers"><thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+        "</details>"
     )
 
 

@@ -64,6 +64,15 @@ class Run:
     def peak_rss_mib(self) -> float | None:
         return max((line["peak_rss_mib"] for line in self.updates if "peak_rss_mib" in line), default=None)
 
+    @property
+    def ranks(self) -> list[Line]:
+        """Of each rank the seconds of its phases, summed over the updates, and its peak memory; empty for one process."""
+        lines = [line["ranks"] for line in self.updates if "ranks" in line]
+        each = [[line[rank] for line in lines if rank < len(line)] for rank in range(max(map(len, lines), default=0))]
+        return [
+            {key: (max if key == "peak_mib" else sum)(line[key] for line in mine) for key in mine[0]} for mine in each
+        ]
+
 
 def load(folders: Sequence[Path]) -> list[Run]:
     """Every run, with names that differ.
