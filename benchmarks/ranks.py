@@ -34,7 +34,7 @@ from onetake.parallel import ParallelConfig, World, world
 from onetake.policies import leaves, trainable
 from onetake.policies.adapters import Full, Lora
 from onetake.policies.diffusion import DiffusionPolicy
-from onetake.records import Address, Rollout
+from onetake.records import Address, Prompt, Rollout
 from onetake.selection import All
 
 ROWS = {  # (layout, execution, reduced after every event)
@@ -84,7 +84,7 @@ def one_update(policy: DiffusionPolicy, row: str, ranks: World, arguments: argpa
         groups=ranks.size, group_size=arguments.group, micro_batch=arguments.group // ranks.size, layout=layout
     )
     address = Address(seed=0, stream="train", update=0)
-    dealt = deal(size, ["a prompt"], policy, All(), Grpo(), address)
+    dealt = deal(size, [Prompt("a prompt")], policy, All(), Grpo(), address)
     strategy = EXECUTIONS[execution]()
     policy.module.zero_grad(set_to_none=True)
     cpu, wall = time.process_time(), time.perf_counter()

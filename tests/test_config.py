@@ -247,7 +247,8 @@ def test_problems_are_told_together(tmp_path):
     assert errors(text.replace("TMP", str(tmp_path))) == [
         f"task.train: there is no file {tmp_path}/none.txt",
         f"task.held_out: {tmp_path}/empty.txt holds no prompt (one a line)",
-        "task.reward: 'jpg' is not a reward; built in are jpeg, pickscore and clip:MODEL, and your own is written module:function",
+        "task.reward: 'jpg' is not a reward; built in are jpeg, pickscore and clip:MODEL, and your own is written module:function, "
+        "or http://… on a server",
         "policy.call.latents: is set by onetake itself; remove it",
         "policy.call.prompt: is set by onetake itself; remove it",
         "policy.trainable: full trains float32 weights, but policy.dtype: bfloat16 would round them; "
@@ -285,7 +286,7 @@ def test_prompts_are_lines(tmp_path, pipeline):
 
 
 REWARDS = {
-    "jpg": r"'jpg' is not a reward; built in are jpeg, pickscore and clip:MODEL, and your own is written module:function",
+    "jpg": r"'jpg' is not a reward; built in are jpeg, pickscore and clip:MODEL, and your own is written module:function, or",
     ":size": r"':size' is not a reward; built in are",
     "json:": r"'json:' is not a reward; built in are",
     "no_such_module:size": r"cannot be imported: No module named 'no_such_module'",

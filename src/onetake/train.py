@@ -203,7 +203,7 @@ class Run:
             share = self.layout.share(dealt, self.world.rank)
             self.policy.embed(batch.prompt for batch in share)
             with self.recoveries.step():
-                rollout = sample(self.policy, self.execution, share, dealt)
+                rollout = sample(self.policy, self.execution, share, dealt, self.task.rewards)
             decoding = self.policy.decode_seconds - decoding
         clock.seconds["sampling"] -= decoding
         clock.seconds["decoding"] += decoding

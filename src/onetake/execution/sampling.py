@@ -110,12 +110,17 @@ def redeal(batches: list[MicroBatch], groups: set[int], prompts: Sequence[Prompt
 
 
 def sample(
-    policy: Policy, execution: Execution, batches: list[MicroBatch], dealt: list[MicroBatch] | None = None
+    policy: Policy,
+    execution: Execution,
+    batches: list[MicroBatch],
+    dealt: list[MicroBatch] | None = None,
+    rewards: Rewards | None = None,
 ) -> Rollout:
     """Run every micro-batch; the execution sees each event with its graph, the rollout keeps it without.
 
     What a group's samples share, the steps before its first event, is computed once (for micro-batches dealt in a row).
-    `batches` may be a rank's share of those that were `dealt` to all ranks.
+    `batches` may be a rank's share of those that were `dealt` to all ranks. Those of `rewards` that other machines compute begin
+    as soon as a micro-batch is there.
     """
     rollout = Rollout(
         batches=[],
@@ -142,6 +147,8 @@ def sample(
                 events.append(transition.detached())  # noqa: B023
 
             rollout.outputs.append(policy.rollout(batch, record, grad=execution.grad, entry=entry))
+        if rewards is not None:
+            rewards.ahead(rollout.outputs[-1], [batch.prompt] * len(batch.samples))
         rollout.batches.append(batch)
         rollout.transitions.append(events)
         rollout.kept.append(kept)

@@ -1,8 +1,8 @@
 """Rewards score what a policy made. A reward is any callable ``(images, prompts) -> scores``.
 
 images (B, 3, H, W) float in [0, 1]; prompts: B strings; scores (B,). One with a parameter ``metadata`` is also given what the
-prompts' lines say there: B dictionaries. A reward of your own is named in the recipe as ``module:function``. A score is never
-invented: a reward that fails, stops the update.
+prompts' lines say there: B dictionaries. A reward of your own is named in the recipe as ``module:function``, one on another
+machine by its URL (see `http`). A score is never invented: a reward that fails, stops the update.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from onetake.records import Prompt
 from onetake.rewards.clip import ClipScore, pickscore
+from onetake.rewards.http import HttpReward
 from onetake.rewards.jpeg import jpeg_size
 
 Reward = Callable[..., Tensor]
@@ -29,16 +30,18 @@ MODELS: dict[str, Callable[[str], Reward]] = {"clip": ClipScore, "pickscore": pi
 
 
 def load_reward(name: str) -> Reward:
-    """A built-in reward, or ``module:function``. Raises ValueError, with the names that work, for anything else."""
+    """A built-in reward, ``module:function``, or a server's URL. Raises ValueError, with the names that work, for anything else."""
     if name in REWARDS:
         return REWARDS[name]
+    if name.startswith(("http://", "https://")):
+        return HttpReward(name)
     module, _, function = name.partition(":")
     if module in MODELS and function:
         return MODELS[module](function)
     if not (module and function):
         raise ValueError(
             f"task.reward: {name!r} is not a reward; built in are {', '.join(sorted(REWARDS))} and clip:MODEL, and your own is "
-            "written module:function"
+            "written module:function, or http://… on a server"
         )
     try:
         reward = vars(importlib.import_module(module))[function]
@@ -61,6 +64,12 @@ class Rewards:
     def __call__(self, images: Tensor, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         """Name → (B,) float64 scores. Raises ValueError as `scores` does, naming the reward."""
         return {name: scores(name, reward, images, prompts) for name, reward in self.functions.items()}
+
+    def ahead(self, images: Tensor, prompts: Sequence[Prompt]) -> None:
+        """Let rewards on other machines begin; the call with the same tensor waits for them."""
+        for reward in self.functions.values():
+            if isinstance(reward, HttpReward):
+                reward.ahead(images, [prompt.text for prompt in prompts], [prompt.metadata for prompt in prompts])
 
     def total(self, parts: dict[str, Tensor]) -> Tensor:
         """Weighted sum of the parts, in their shape."""
