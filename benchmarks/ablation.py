@@ -1,7 +1,7 @@
 """What do Flash-GRPO's three mechanisms buy? A built-in task under five ways to choose and weigh the trained events.
 
     python benchmarks/ablation.py --set rollout.group_size=12 --set rollout.micro_batch=12 --figure docs/ablation.png
-    python benchmarks/ablation.py --recipe bases/motion.yaml --variants "all steps" "+ rectification" --out runs/motion
+    python benchmarks/ablation.py --recipe motion --variants "all steps" "+ rectification" --points 4 --out runs/motion-ablation
 
 Every run is `onetake train` of the recipe in a process of its own with one thread, differing in selection and event weights only.
 All variants get the compute of `--updates` updates of `all steps`, counted in forwards of one row with a backward of a LoRA
