@@ -110,7 +110,7 @@ class LanguageRecipe(Config):
         return found + self._trl_problems()
 
     def _trl_problems(self) -> list[str]:
-        from trl.trainer.grpo_config import GRPOConfig
+        from trl.trainer.grpo_config import GRPOConfig  # pyright: ignore[reportMissingImports]
 
         known = [field.name for field in fields(GRPOConfig) if field.init]
         types, found = get_type_hints(GRPOConfig), []
@@ -128,7 +128,7 @@ class LanguageRecipe(Config):
 
     def arguments(self, folder: Path) -> Any:
         """TRL's configuration, with checkpoints in `folder`. Raises ValueError where TRL refuses a combination."""
-        from trl.trainer.grpo_config import GRPOConfig
+        from trl.trainer.grpo_config import GRPOConfig  # pyright: ignore[reportMissingImports]
 
         ours = {"output_dir": str(folder), "max_steps": self.updates, "seed": self.seed, "logging_steps": 1}
         defaults = {

@@ -88,10 +88,10 @@ def load(policy: LanguagePolicy) -> tuple[Any, Any]:
 
 def _trainer(recipe: LanguageRecipe, checkpoints: Path, task: Sums) -> Any:
     """TRL's, with the task's problems and reward."""
-    from datasets import Dataset
-    from trl.trainer.grpo_trainer import GRPOTrainer
-    from trl.trainer.model_config import ModelConfig
-    from trl.trainer.utils import get_peft_config
+    from datasets import Dataset  # pyright: ignore[reportMissingImports]
+    from trl.trainer.grpo_trainer import GRPOTrainer  # pyright: ignore[reportMissingImports]
+    from trl.trainer.model_config import ModelConfig  # pyright: ignore[reportMissingImports]
+    from trl.trainer.utils import get_peft_config  # pyright: ignore[reportMissingImports]
 
     model, tokenizer = load(recipe.policy)
     if recipe.policy.chat and tokenizer.chat_template is None:

@@ -32,7 +32,7 @@ class SumsTask(Config):
     draws: int = Field(default=1000, ge=10, description="problems drawn; each is used once, however often it comes")
 
     def load(self) -> Sums:
-        from reasoning_gym import create_dataset
+        from reasoning_gym import create_dataset  # pyright: ignore[reportMissingImports]
 
         sizes = {"min_terms": self.terms, "max_terms": self.terms, "min_digits": self.digits, "max_digits": self.digits}
         problems = create_dataset("chain_sum", **sizes, size=self.draws, seed=0)
