@@ -287,9 +287,13 @@ def whole_run(ranks: World, recipe: Path, *overrides: str) -> str:
 
     from onetake.session import opened, train_and_report
 
-    printed = io.StringIO()
-    session = ranks.told(lambda: opened(str(recipe), list(overrides), ranks.size))
-    train_and_report(session, Console(file=printed, width=200), ranks)
+    printed, threads = io.StringIO(), torch.get_num_threads()
+    torch.set_num_threads(1)  # alone as on each of several ranks: matrix products of more threads round otherwise
+    try:
+        session = ranks.told(lambda: opened(str(recipe), list(overrides), ranks.size))
+        train_and_report(session, Console(file=printed, width=200), ranks)
+    finally:
+        torch.set_num_threads(threads)
     return printed.getvalue()
 
 

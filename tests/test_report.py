@@ -183,7 +183,7 @@ def test_recipe_environment_and_glossary_are_there(run: Path, page: str):
     assert "2.13.0" in page
     for key in lines(run, "update")[0]:
         assert f"<dt><code>{key}</code></dt>" in page
-    assert "<code>evaluation.success_at</code>" in page
+    assert "<code>task.success_at</code>" in page
     assert set(re.findall(r"<dt><code>(\w+)</code></dt>", page)) <= set(METRICS)
 
 
