@@ -210,6 +210,7 @@ class Recovery:
             inner_log(logs | {name: sum(values) / len(values) for name, values in told.items()}, *args, **kwargs)
 
         trainer.training_step, trainer.log = training_step, log
+        # TRL is optional: its trainer is known by this method, not by its class
         score: Callable[..., tuple[Tensor | None, ...]] | None = getattr(trainer, TRL_SCORE, None)
         if score is not None:
             self._read_coefficients(trainer, score)

@@ -19,6 +19,7 @@ from onetake.allocator import keep_freed_memory
 from onetake.language.recipe import SMOLLM2, LanguagePolicy, LanguageRecipe
 from onetake.language.sums import Sums
 from onetake.metrics import Elapsed, Log, peak_rss_mib
+from onetake.policies.loading import DTYPES
 
 Line = dict[str, Any]
 RECOVERY = "recovery/"  # what its metrics begin with in TRL's log
@@ -73,7 +74,7 @@ def measured_plan(recipe: LanguageRecipe) -> Plan:
 
 def load(policy: LanguagePolicy) -> tuple[Any, Any]:
     """The model, and the tokenizer that pads."""
-    dtype = getattr(torch, policy.dtype)
+    dtype = DTYPES[policy.dtype]
     if policy.model != SMOLLM2:
         model = AutoModelForCausalLM.from_pretrained(policy.model, dtype=dtype)
         return model, AutoTokenizer.from_pretrained(policy.model)
