@@ -42,7 +42,7 @@ from onetake.language import run as language
 from onetake.language.recipe import LanguagePolicy
 from onetake.memory import PeakMemory
 
-CHUNK = 32  # tokens of a row whose logits exist at once
+CHUNK = 256  # tokens whose logits exist at once
 BUDGETS = ("1.05x", "1.10x", "1.20x", "1.40x", "1.80x")
 STORE_OR_RECOMPUTE = (Action.STORE, Action.RECOMPUTE)
 
@@ -65,8 +65,10 @@ def log_probs(model: Any, ids: Tensor) -> Tensor:
         logits = language.lm_head(hidden).float()
         return logits.gather(-1, targets[..., None])[..., 0] - logits.logsumexp(-1)
 
-    parts = zip(hidden.split(CHUNK, 1), ids[:, 1:].split(CHUNK, 1), strict=True)
-    return torch.cat([checkpoint(chunk, *part, use_reentrant=False) for part in parts], 1)
+    # Flat: a strided batch would make `linear` copy the vocabulary's weight for every row.
+    targets = ids[:, 1:]
+    parts = zip(hidden.flatten(0, 1).split(CHUNK), targets.flatten().split(CHUNK), strict=True)
+    return torch.cat([checkpoint(chunk, *part, use_reentrant=False) for part in parts]).view_as(targets)
 
 
 def update(model: Any, ids: Tensor, advantages: Tensor) -> None:
