@@ -7,10 +7,10 @@ micro-batch of random tokens and random advantages; log-probs are taken in chunk
 with a fused head do, so that the blocks' activations are the peak. One thread.
 
 Every figure comes from a process of its own, forked off one that holds the loaded model. Peak is the kernel's high-water mark of
-that process (interpreter, libraries and weights included) during its first step, when its heap has no holes of an earlier one;
-time is process CPU time and wall-clock of its second step, when memory is there. Rounds interleave the configurations, each in
-another order; the figures are medians over rounds. `share` is the peak over that of full checkpointing, `gain` the throughput
-over it.
+that process (interpreter, libraries and weights included) over a step in which freed memory goes back to the system at once, so
+that it is what the step needs and not what a heap made of it. Time is process CPU time and wall-clock of the second of two other
+steps, in a process that keeps freed memory, as runs do. Rounds interleave the configurations, each in another order; times are
+medians over rounds. `share` is the peak over that of full checkpointing, `gain` the throughput over it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from onetake.activations.lossy import Lossy
 from onetake.activations.plan import MIB, Action
 from onetake.activations.recovery import EXACT, Recovery
 from onetake.allocator import keep_freed_memory
@@ -43,8 +44,10 @@ from onetake.language.recipe import LanguagePolicy
 from onetake.memory import PeakMemory
 
 CHUNK = 256  # tokens whose logits exist at once
-BUDGETS = ("1.05x", "1.10x", "1.20x", "1.40x", "1.80x")
+BUDGETS = ("1.00x", "1.05x", "1.10x", "1.25x", "1.50x", "2.00x", "3.00x")
 STORE_OR_RECOMPUTE = (Action.STORE, Action.RECOMPUTE)
+HILORE = (Action.STORE, Action.COMPRESS, Action.RECOMPUTE)
+Figures = dict[str, Any]
 
 
 def load(dtype: Literal["bfloat16", "float32"]) -> Any:
@@ -71,13 +74,21 @@ def log_probs(model: Any, ids: Tensor) -> Tensor:
     return torch.cat([checkpoint(chunk, *part, use_reentrant=False) for part in parts]).view_as(targets)
 
 
-def update(model: Any, ids: Tensor, advantages: Tensor) -> None:
-    """Forward and backward of the policy gradient."""
+def update(model: Any, ids: Tensor, advantages: Tensor, watch: Callable[[Tensor], None] = lambda _: None) -> None:
+    """Forward and backward of the policy gradient. `watch` is shown the log-probs."""
     scored = log_probs(model, ids)
+    watch(scored)
     (-(scored - scored.detach()).exp() * advantages[:, None]).mean().backward()
 
 
-def fork(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def return_freed_memory() -> None:
+    """Have glibc give every tensor a mapping of its own, and return what it holds of others."""
+    libc = ctypes.CDLL(None)
+    libc.mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD
+    libc.malloc_trim(0)
+
+
+def fork(work: Callable[[], Figures]) -> Figures:
     """What `work` returns, run in a child process that shares our memory until it writes."""
     read, write = os.pipe()
     child = os.fork()
@@ -96,67 +107,84 @@ def fork(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return json.loads(told)
 
 
-def measured(step: Callable[[], None], context: Callable[[], Any] = nullcontext) -> dict[str, Any]:
-    """Peak bytes of the first of two steps, and seconds of the second."""
+def highest(step: Callable[[], None], context: Callable[[], Any] = nullcontext) -> Figures:
+    """Peak bytes of a step."""
+    return_freed_memory()
     peak = PeakMemory(torch.device("cpu"))
-    ctypes.CDLL(None).malloc_trim(0)
     peak.restart()
     with context():
         step()
-    highest = peak.bytes
+    return {"peak": peak.bytes}
+
+
+def timed(step: Callable[[], None], context: Callable[[], Any] = nullcontext) -> Figures:
+    """Seconds of the second of two steps."""
+    with context():
+        step()
     wall, cpu = time.perf_counter(), time.process_time()
     with context():
         step()
-    return {"cpu": time.process_time() - cpu, "wall": time.perf_counter() - wall, "peak": highest}
+    return {"cpu": time.process_time() - cpu, "wall": time.perf_counter() - wall}
+
+
+Measure = Callable[..., Figures]
 
 
 def ours(
-    model: Any, step: Callable[[], None], memory: str, actions: tuple[Action, ...], profile: Path
-) -> dict[str, Any]:
-    recovery = Recovery(model, memory=memory, profile=profile, actions=actions)
-    told = measured(step, recovery.step)
+    model: Any, step: Callable[..., None], memory: str, actions: tuple[Action, ...], profile: Path, measure: Measure
+) -> Figures:
+    lossy = (
+        Lossy(target=0.5) if Action.COMPRESS in actions else None
+    )  # wide enough for all that the memory makes it want
+    recovery = Recovery(model, memory=memory, profile=profile, actions=actions, lossy=lossy)
+    if lossy is not None:
+        lossy.sensitivity, lossy.norm = dict.fromkeys((unit.name for unit in recovery.units), 1e-9), 1.0
+        step = partial(step, watch=recovery.watch)
+    told = measure(step, recovery.step)
     report = recovery.report()
     kinds = " ".join(f"{report[f'units_{a}']}{a}" for a in Action if report[f"units_{a}"])
     return told | {"plan": kinds, "predicted": report["predicted_peak_mib"], "saved": report["saved_ms"] / 1e3}
 
 
-def by_library(model: Any, step: Callable[[], None], **arguments: Any) -> dict[str, Any]:
+def by_library(model: Any, step: Callable[[], None], measure: Measure, **arguments: Any) -> Figures:
     model.get_base_model()._set_gradient_checkpointing(
         True, partial(checkpoint, use_reentrant=False, **arguments.pop("checkpoint", {})), **arguments
     )
-    return measured(step)
+    return measure(step)
 
 
-def configurations(model: Any, step: Callable[[], None], folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
+def plain(step: Callable[[], None], measure: Measure) -> Figures:
+    return measure(step)
+
+
+def configurations(model: Any, step: Callable[[], None], profile: Path) -> dict[str, Callable[..., Figures]]:
+    """By name; each takes what to measure."""
     attention = [torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
     selective = {"context_fn": partial(create_selective_checkpoint_contexts, attention)}
-    found: dict[str, Callable[[], dict[str, Any]]] = {
+    found: dict[str, Callable[..., Figures]] = {
         "full checkpointing": partial(by_library, model, step),
-        "none": partial(measured, step),
+        "none": partial(plain, step),
         "selective, attention saved": partial(by_library, model, step, checkpoint=selective),
     }
     for n in (2, 3, 5):
         found[f"every {n} layers"] = partial(by_library, model, step, every_n_layers=n)
     for memory in BUDGETS:
-        found[f"recovery {memory}"] = partial(ours, model, step, memory, EXACT, folder / "profile.json")
-    for memory in BUDGETS[1::2]:
-        found[f"H and R only {memory}"] = partial(
-            ours, model, step, memory, STORE_OR_RECOMPUTE, folder / "profile.json"
-        )
+        found[f"recovery {memory}"] = partial(ours, model, step, memory, EXACT, profile)
+    for memory in BUDGETS[2:6]:
+        for kinds in (HILORE, STORE_OR_RECOMPUTE):
+            found[f"{' '.join(kinds)} only {memory}"] = partial(ours, model, step, memory, kinds, profile)
     return found
 
 
-def measure_profile(model: Any, step: Callable[[], None], path: Path) -> dict[str, Any]:
-    """With the peak of plain checkpointing: that of the measuring step holds what it measures."""
-    recovery = Recovery(model, memory="1.10x", profile=path)
-    recovery.detach()
-    told = by_library(model, step)
-    recovery = Recovery(model, memory="1.10x", profile=path)
+def measure_profile(model: Any, step: Callable[[], None], path: Path, peak: int) -> Figures:
+    """Bytes and seconds of every action, beside the peak of full checkpointing as it is measured for the others."""
+    recovery = Recovery(model, memory="1.10x", profile=path, actions=tuple(Action))
     with recovery.step():
         step()
-    recovery.profile.buckets[0].peak = told["peak"]
+    print(recovery.plan.table() if recovery.plan else "", flush=True)
+    recovery.profile.buckets[0].peak = peak
     recovery.profile.save(path)
-    return {"measuring": recovery.report()["replays"], **told}
+    return recovery.report()
 
 
 def main() -> None:
@@ -179,16 +207,19 @@ def main() -> None:
     step = partial(update, model, ids, torch.randn(arguments.rows))
 
     with tempfile.TemporaryDirectory() as folder:
-        fork(partial(measure_profile, model, step, Path(folder) / "profile.json"))
-        runs = configurations(model, step, Path(folder))
+        profile = Path(folder) / "profile.json"
+        base = fork(partial(by_library, model, step, highest))
+        fork(partial(measure_profile, model, step, profile, base["peak"]))
+        runs = configurations(model, step, profile)
         if arguments.only:
             wanted = ["full checkpointing", *arguments.only.split(",")]
             runs = {name: run for name, run in runs.items() if any(part in name for part in wanted)}
-        figures: dict[str, list[dict[str, Any]]] = {name: [] for name in runs}
+        peaks = {name: fork(partial(run, measure=highest))["peak"] for name, run in runs.items()}
+        figures: dict[str, list[Figures]] = {name: [] for name in runs}
         for turn in range(arguments.rounds):
             names = list(runs)
             for name in names[turn:] + names[:turn]:
-                figures[name].append(fork(runs[name]))
+                figures[name].append(fork(partial(runs[name], measure=timed)) | {"peak": peaks[name]})
                 print(f"round {turn + 1}: {name}: {figures[name][-1]}", flush=True)
             show(figures)
     if arguments.save:
@@ -196,7 +227,7 @@ def main() -> None:
         arguments.save.write_text(json.dumps(figures, indent=1))
 
 
-def show(figures: dict[str, list[dict[str, Any]]]) -> None:
+def show(figures: dict[str, list[Figures]]) -> None:
     def middle(name: str, key: str) -> float:
         return statistics.median(run[key] for run in figures[name])
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -20,7 +21,7 @@ from onetake.activations.plan import Action
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing`:FutureWarning"
 )  # PEFT 0.21 asks transformers 5.24
-EXACT = ["HHHH", "EEEE", "RRRR", "HERE", "ERHE"]
+EXACT = ["HHHH", "EEEE", "AAAA", "PPPP", "PPPP", "RRRR", "HERE", "AEHP"]
 IDS = tokens()
 
 
@@ -67,12 +68,12 @@ def test_exact_actions_on_diffusion_transformers(family, dtype):
 
     plain = gradients(model, loss)
     attachment = planned(model, "R" * len(planned_units(model)))
-    for pattern in ("H", "E", "R", "HER", "EHR"):
+    for pattern in ("H", "E", "A", "P", "R", "HER", "AEHRP"):
         actions = (pattern * 4)[: len(attachment.units)]
         replan(attachment, actions)
         assert equal(gradients(model, loss), plain), actions
         assert "".join(unit.executed for unit in attachment.units) == actions
-    replays = sum((pattern * 4)[: len(attachment.units)].count("R") for pattern in ("R", "HER", "EHR"))
+    replays = sum((pattern * 4)[: len(attachment.units)].count("R") for pattern in ("R", "HER", "AEHRP"))
     assert sum(unit.replays for unit in attachment.units) == replays
 
 
@@ -99,7 +100,7 @@ def test_autocast_is_the_forwards_in_the_replay_and_its_weight_casts_are_not_kep
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
-@pytest.mark.parametrize("actions", ["HHHH", "EEEE", "LLLL", "HERL"])
+@pytest.mark.parametrize("actions", ["HHHH", "EEEE", "AAAA", "PPPP", "LLLL", "HERL"])
 def test_22_captured_bytes_are_the_memory_really_held(actions, kind):
     """What is alive after a forward beyond what is under R, counted by watching every block of memory that torch makes."""
     model = decoder(dtype=torch.bfloat16)
@@ -118,18 +119,21 @@ def test_22_captured_bytes_are_the_memory_really_held(actions, kind):
     captured = [unit.captured for unit in attachment.units]
     replan(attachment, "RRRR")
     assert held - alive() == sum(captured)
-    assert all((size == 0) == (action == "R") for size, action in zip(captured, actions, strict=True))
+    assert all((size == 0) == (action in "RP") for size, action in zip(captured, actions, strict=True))
 
 
 def test_what_exact_actions_keep_of_a_llama_layer():
     """bf16, LoRA on nothing: bytes by arithmetic. E keeps q, k, v, attention's result and statistics, the middle of the residual
-    stream, gate and up: no norm, no product, no float32 copy."""
+    stream, gate and up: no norm, no product, no float32 copy. A keeps attention's result and statistics."""
     model = decoder(dtype=torch.bfloat16)
     attachment = planned(model, "EEEE")
     model(IDS, labels=IDS)
     rows, width, kv, mlp, heads = IDS.numel(), 32, 16, 88, 4
     keep = rows * (width + 2 * kv + width + width + 2 * mlp) * 2 + rows * heads * 4  # log-sum-exp is float32
     assert [unit.captured for unit in attachment.units] == [keep] * 4
+    replan(attachment, "AAAA")
+    model(IDS, labels=IDS)
+    assert [unit.captured for unit in attachment.units] == [rows * width * 2 + rows * heads * 4] * 4
     replan(attachment, "HHHH")
     model(IDS, labels=IDS)
     assert keep < 0.5 * attachment.units[0].captured
@@ -157,7 +161,49 @@ def test_no_matrix_product_runs_again_under_e():
     assert one > count.get_total_flops() - down
 
 
-@pytest.mark.parametrize("actions", ["HHHH", "EEEE", "RRRR", "LLLL"])
+def test_attention_alone_does_not_run_again_under_a():
+    model = decoder()
+    attachment = planned(model, "AAAA")
+
+    class Attention(TorchDispatchMode):
+        forwards = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.forwards += func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+            return func(*args, **(kwargs or {}))
+
+    def backward(actions: str) -> tuple[int, int]:
+        """Attention's forwards during backward, and the FLOPs of all products then."""
+        replan(attachment, actions)
+        loss = model(IDS, labels=IDS).loss
+        with Attention() as attention, FlopCounterMode(display=False) as count:
+            loss.backward()
+        return attention.forwards, count.get_total_flops()
+
+    (replayed, most), (none, some), (_, least) = backward("RRRR"), backward("AAAA"), backward("EEEE")
+    assert (replayed, none) == (4, 0)
+    assert most == some > least
+    assert backward("PPPP") == (4, most)
+
+
+def test_a_pruned_replay_leaves_out_what_backward_does_not_read():
+    """Under LoRA the product with the last frozen weight, whose result is only added to; a whole replay cannot stop before it."""
+    model = lora(decoder())
+    attachment = planned(model, "RRRR")
+
+    def backward(actions: str) -> int:
+        replan(attachment, actions)
+        loss = model(IDS, labels=IDS).loss
+        with FlopCounterMode(display=False) as count:
+            loss.backward()
+        return count.get_total_flops()
+
+    last = 2 * IDS.numel() * 32 * 88
+    assert backward("RRRR") - backward("PPPP") == 4 * last
+    assert [unit.replays for unit in attachment.units] == [1] * 4
+
+
+@pytest.mark.parametrize("actions", ["HHHH", "EEEE", "AAAA", "PPPP", "RRRR", "LLLL"])
 def test_19_memory_returns_after_an_aborted_backward(actions):
     """By reference counting alone, without the cycle collector."""
     model = decoder()
@@ -182,7 +228,7 @@ def test_19_memory_returns_after_an_aborted_backward(actions):
         gc.enable()
 
 
-@pytest.mark.parametrize("actions", ["HHHH", "EEEE", "LLLL"])
+@pytest.mark.parametrize("actions", ["HHHH", "EEEE", "AAAA", "PPPP", "LLLL"])
 def test_a_graph_kept_for_a_second_backward_gives_the_same_again(actions):
     model = decoder()
     planned(model, actions)
@@ -192,7 +238,19 @@ def test_a_graph_kept_for_a_second_backward_gives_the_same_again(actions):
     assert all(map(torch.equal, first, second))
 
 
-@pytest.mark.parametrize("kept", ["HHHH", "EEEE", "LLLL"])
+@pytest.mark.parametrize("actions", ["EEEE", "AAAA", "PPPP", "LLLL"])
+def test_a_backward_of_a_part_of_the_graph_spoils_nothing(actions):
+    model = decoder()
+    planned(model, actions)
+    parameters = dict(model.named_parameters())
+    loss = model(IDS, labels=IDS).loss
+    whole = torch.autograd.grad(loss, list(parameters.values()), retain_graph=True)
+    for part in ("model.layers.3.mlp.down_proj.weight", "model.layers.1.self_attn.k_proj.weight"):
+        torch.autograd.grad(loss, [parameters[part]], retain_graph=True)
+    assert all(map(torch.equal, torch.autograd.grad(loss, list(parameters.values())), whole))
+
+
+@pytest.mark.parametrize("kept", ["HHHH", "EEEE", "AAAA", "PPPP", "LLLL"])
 def test_what_was_kept_can_be_dropped_before_backward(kept):
     """The late decision: memory comes back at once, and backward replays to the bit."""
     model = decoder(dropout=0.2)
@@ -235,15 +293,15 @@ def run(block: Block, action: str, x: torch.Tensor, capture: Capture | None = No
     return (capture or Capture(lambda *_: Action(action))).run(unit, checkpoint, block, x), unit
 
 
-@pytest.mark.parametrize("action", ["H", "E", "L"])
+@pytest.mark.parametrize("action", ["H", "E", "L", "A", "P"])
 @pytest.mark.parametrize("victim", ["inner", "input"])
 def test_in_place_changes_are_detected(action, victim):
-    """Saved-tensor hooks switch autograd's own check off. Under L, `inner` is a code by then, and changing it is harmless."""
+    """Saved-tensor hooks switch autograd's own check off. Under L `inner` is a code, under A and P made again."""
     block, x = Block(), torch.randn(3, 8)
     out, _ = run(block, action, x.requires_grad_() * 1)
     with torch.no_grad():
         (block.inner if victim == "inner" else block.up.weight).mul_(2)
-    if action == "L" and victim == "inner":
+    if action in "LAP" and victim == "inner":
         out.sum().backward()
         return
     with pytest.raises(CaptureError, match=r"blocks\.0: .* changed in place between forward and backward"):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from onetake.activations.plan import MIB, Action, Plan
 from onetake.activations.recoveries import Recoveries
-from onetake.activations.recovery import Recovery
+from onetake.activations.recovery import EXACT, Recovery
 from onetake.allocator import keep_freed_memory
 from onetake.coefficients import Coefficients
 from onetake.execution import EXECUTIONS, Recompute
@@ -91,7 +91,7 @@ def verify_actions(recipe: Recipe, policy: Policy, task: Task) -> list[ActionRow
     rows = []
     for name, recovery in Recoveries(policy.module, "0%").each.items():
         exact = gradient(recovery.forced({}))
-        everything = [dict.fromkeys((u.name for u in recovery.units), a) for a in (Action.RECOMPUTE, *_KEEPING)]
+        everything = [dict.fromkeys((u.name for u in recovery.units), a) for a in reversed(EXACT)]
         alone = [{unit.name: Action.COMPRESS} for unit in recovery.units]
         for actions in everything + alone:
             gradient(recovery.forced(actions))  # records what E and L keep
@@ -100,7 +100,6 @@ def verify_actions(recipe: Recipe, policy: Policy, task: Task) -> list[ActionRow
     return rows
 
 
-_KEEPING = (Action.STORE, Action.ELEMENTWISE)
 _Gradient = Callable[[AbstractContextManager[None]], Tensor]
 
 

@@ -2,7 +2,7 @@
 
 `torch.utils.checkpoint` enters the context we hand it above its own saved-tensor hooks. There we lay a second pair over
 them: packing calls checkpoint's pack *and* notes the tensor in a slot; unpacking reads the slot if it is filled, and else
-checkpoint's unpack, which replays the unit once. H fills every slot, R none, E and L those of a template (`trace`).
+checkpoint's unpack, which replays the unit once. H fills every slot, R none, E, A, P and L those of a template (`trace`).
 Replay, random state, autocast, early stop and the comparison of what a replay saved all stay torch's.
 
 State lives on the slots, which the graph owns: when the graph dies, also in an aborted backward, so does all of it.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from onetake.activations.codecs import Fp8, encode
 from onetake.activations.plan import Action
-from onetake.activations.trace import Follower, Held, Made, Recipe, Template, Tracer, storage_key, template
+from onetake.activations.trace import Follower, Held, Made, Template, Tracer, storage_key, template
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ Choose = Callable[[Unit, Tensor], Action]
 
 
 Templates = dict[Any, Template]
-"""What was recorded, by kind of unit and shape."""
+"""What was recorded, by kind of unit and shape, and action."""
 
 
 class Capture:
@@ -109,30 +110,30 @@ class Capture:
 
 
 class Slot:
-    """One saved tensor: what checkpoint packed, and perhaps the tensor itself or the recipe for it."""
+    """One saved tensor: what checkpoint packed, and perhaps the tensor itself or who makes it again."""
 
-    __slots__ = ("__weakref__", "below", "kept", "recipe", "region", "version")
+    __slots__ = ("__weakref__", "below", "kept", "made", "region", "version")
 
     def __init__(self, below: Any, region: Region, version: int) -> None:
         self.below = below
         self.region = region
         self.version = version
         self.kept: Tensor | None = None
-        self.recipe: Recipe | None = None
+        self.made: Made | None = None
 
     def read(self, unpack: Callable[[Any], Tensor]) -> Tensor:
         if self.kept is not None:
             if self.kept._version != self.version:
                 raise self.region.changed(f"a saved {tuple(self.kept.shape)} tensor")
             return self.kept
-        if self.recipe is not None:
+        if self.made is not None:
             self.region.refuse_unaccepted()
-            return self.region.cook(self.recipe)
+            return self.region.make(self.made)
         return unpack(self.below)
 
 
 class Region:
-    """One forward of a unit under H, E or L: notes what autograd saves, keeps its part, and gives all of it back.
+    """One forward of a unit under any action but R: notes what autograd saves, keeps its part, and gives all of it back.
 
     Held by its slots alone, and holds them weakly.
     """
@@ -146,15 +147,18 @@ class Region:
         self.free = {storage_key(tensor) for tensor in (*owned, *tensors)}
         self.tokens, width = tensors[0].numel() // tensors[0].shape[-1], tensors[0].shape[-1]
         self.widths = {size for p in owned if p.ndim == 2 for size in p.shape if size > width}
-        self.key = None if unit.executed == Action.STORE else _kind(unit, arguments, tensors[0].device.type)
+        self.action = Action.ELEMENTWISE if self.lossy else unit.executed
+        self.key = None
+        if self.action != Action.STORE:
+            self.key = self.action, _kind(unit, arguments, tensors[0].device.type)
         self.device = tensors[0].device.type
         self.slots: list[weakref.ref[Slot]] = []
         self.held = Held()
         self.versions: dict[Made, int] = {}
         self.codes: dict[Made, Fp8] = {}
         self.memo: dict[int | Made, list[Any]] = {}  # by operation, or by leaf that was decoded
-        self.uses: dict[int | Made, int] = {}  # how many recipes still want a memo
-        self.wanted: dict[int | Made, int] = {}  # how many recipes want it in one backward
+        self.uses: Counter[int | Made] = Counter()  # how often a memo is read in one backward
+        self.left: Counter[int | Made] = Counter()  # how often it will still be
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -163,7 +167,7 @@ class Region:
         slots: list[Slot] = []
         tensors: list[Tensor | None] = []
         mode = self._mode()
-        lazily = _recipes(mode.template, self.lossy) if isinstance(mode, Follower) else {}
+        lazily = _again(mode.template, self.lossy) if isinstance(mode, Follower) else {}
 
         def note(tensor: Tensor) -> Slot:
             tensors.append(None if len(slots) in lazily else tensor)
@@ -187,13 +191,13 @@ class Region:
         return Tracer() if known is None else Follower(known)
 
     def _fill(self, mode: Tracer | Follower | None, slots: list[Slot], tensors: list[Tensor | None]) -> None:
-        recipes: dict[int, Recipe] = {}
+        again: dict[int, Made] = {}
         if isinstance(mode, Tracer):
             saved = [tensor for tensor in tensors if tensor is not None]
-            found = template(mode.calls, saved, widths=self.widths, tokens=self.tokens)
+            found = template(mode.calls, saved, self.action, widths=self.widths, tokens=self.tokens)
             self.capture.templates[self.key] = found
             self.held = mode.held(found)
-            recipes = _recipes(found, self.lossy)
+            again = _again(found, self.lossy)
         elif isinstance(mode, Follower):
             if mode.strayed or mode.count != len(mode.template.funcs) or len(slots) != mode.template.saved:
                 self.unit.executed = Action.RECOMPUTE
@@ -202,21 +206,21 @@ class Region:
                 )
                 return
             self.held = mode.held
-            recipes = _recipes(mode.template, self.lossy)
+            again = _again(mode.template, self.lossy)
         self._keep_leaves()
         storages = {storage_key(leaf): leaf.untyped_storage().nbytes() for leaf in self.held.leaves.values()}
         for place, (slot, tensor) in enumerate(zip(slots, tensors, strict=True)):
-            if place in recipes:
-                slot.recipe = recipes[place]
-                for use in _used(slot.recipe):
-                    self.wanted[use] = self.wanted.get(use, 0) + 1
+            if place in again:
+                slot.made = again[place]
             else:
                 assert tensor is not None
                 slot.kept = (
                     tensor if tensor.grad_fn is None else tensor.detach()
                 )  # an output holding itself would never die
                 storages[storage_key(tensor)] = tensor.untyped_storage().nbytes()
-        self.uses = dict(self.wanted)
+        read = [*again.values(), *(made for call in self.held.calls.values() for made in call.sources.values())]
+        self.uses = Counter(self._memo_of(made) for made in read if made not in self.held.leaves)
+        self.left = self.uses.copy()
         codes = sum(code.nbytes for code in self.codes.values())
         self.unit.captured = sum(size for key, size in storages.items() if key not in self.free) + codes
 
@@ -236,22 +240,50 @@ class Region:
         for made in self.codes:
             del self.held.leaves[made]
 
-    def cook(self, recipe: Recipe) -> Tensor:
-        """The tensor of a recipe. What other recipes share is remembered until the last of them was read."""
+    def make(self, made: Made) -> Tensor:
+        """The tensor again. What others are made of, too, is remembered until the last of them was.
+
+        After a backward of a part of the graph, reads of the next are miscounted: what was let go of too early is made once more.
+        """
         with torch.no_grad(), torch.autocast(self.device, enabled=False):
-            for op in recipe.ops:
-                if op not in self.memo:
-                    again = self.held.calls[op]
-                    if not again.unchanged():
-                        raise self.changed(f"an input of {again.func}")
-                    self.memo[op] = again.run(self._value)
-            value = self._value(recipe.value)
-        for use in _used(recipe):
-            self.uses[use] -= 1
-            if not self.uses[use]:
-                self.memo.pop(use, None)
-                self.uses[use] = self.wanted[use]  # for another backward of a retained graph
+            for op in self._missing(made):
+                again = self.held.calls[op]
+                if not again.unchanged():
+                    raise self.changed(f"an input of {again.func}")
+                self.memo[op] = again.run(self._value)
+                for source in again.sources.values():
+                    self._done_with(source)
+            value = self._value(made)
+        self._done_with(made)
         return value
+
+    def _missing(self, made: Made) -> list[int]:
+        """The operations to run for it, in order."""
+        ops: set[int] = set()
+        open_ = [made]
+        while open_:
+            source = open_.pop()
+            if (
+                source not in self.held.leaves
+                and source not in self.codes
+                and source.op not in self.memo
+                and source.op not in ops
+            ):
+                ops.add(source.op)
+                open_.extend(self.held.calls[source.op].sources.values())
+        return sorted(ops)
+
+    def _memo_of(self, made: Made) -> int | Made:
+        return made if made in self.codes else made.op
+
+    def _done_with(self, made: Made) -> None:
+        if made in self.held.leaves:
+            return
+        memo = self._memo_of(made)
+        self.left[memo] -= 1
+        if not self.left[memo]:
+            self.memo.pop(memo, None)
+            self.left[memo] = self.uses[memo]  # for another backward of a retained graph
 
     def _value(self, made: Made) -> Tensor:
         leaf = self.held.leaves.get(made)
@@ -263,14 +295,14 @@ class Region:
             if made not in self.memo:
                 self.memo[made] = [self.codes[made].decode()]
             return self.memo[made][0]
-        return self.memo[made.op][made.place]
+        return self.memo[made.op][made.place] if made.op in self.memo else self.make(made)
 
     def drop(self) -> None:
         """Empty all slots."""
         for reference in self.slots:
             slot = reference()
             if slot is not None:
-                slot.kept = slot.recipe = None
+                slot.kept = slot.made = None
         self.held, self.codes, self.memo = Held(), {}, {}
 
     def refuse_unaccepted(self) -> None:
@@ -300,12 +332,8 @@ def _read(unpack: Callable[[Any], Tensor], slot: Slot) -> Tensor:
     return slot.read(unpack)
 
 
-def _recipes(template: Template, lossy: bool) -> dict[int, Recipe]:
-    return template.recipes | template.wide_recipes if lossy else template.recipes
-
-
-def _used(recipe: Recipe) -> tuple[int | Made, ...]:
-    return (*recipe.ops, *recipe.leaves)
+def _again(template: Template, lossy: bool) -> dict[int, Made]:
+    return template.again | template.wide_again if lossy else template.again
 
 
 def _kind(unit: Unit, arguments: Any, device: str) -> Any:

@@ -14,11 +14,13 @@ MIB = 2**20
 
 
 class Action(StrEnum):
-    """The letters are HiLoRe's, and E is ours; only L changes a gradient."""
+    """H, L and R are HiLoRe's; E, A and P are ours. Only L changes a gradient."""
 
     STORE = "H"  # everything backward reads, as it is
     ELEMENTWISE = "E"  # the least from which the rest follows without a matrix product, bit for bit
     COMPRESS = "L"  # as E, with the tensors wider than the residual stream in FP8
+    ATTENTION = "A"  # attention's result: as E, but matrix products run again, too
+    PRUNE = "P"  # nothing, as R, but only what backward reads runs again: under LoRA not the last product
     RECOMPUTE = "R"  # nothing: the unit runs again, under its random state, when backward reaches it
 
 

@@ -40,7 +40,7 @@ from onetake.parallel.shard import FSDPModule
 log = logging.getLogger(__name__)
 
 TRL_SCORE = "_get_per_token_logps_and_entropies"  # TRL has no public name for it
-EXACT = (Action.STORE, Action.ELEMENTWISE, Action.RECOMPUTE)
+EXACT = tuple(action for action in Action if action != Action.COMPRESS)
 
 
 class Recovery:

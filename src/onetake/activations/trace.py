@@ -1,9 +1,10 @@
-"""What one forward of a unit computed, and the least of it that must be kept so that the rest follows exactly (action E).
+"""What one forward of a unit computed, and the least of it that must be kept so that the rest follows exactly (E, A, P).
 
 A region's operations are recorded below autograd, where casts, views and fused kernels are single calls. Blocks of memory
-made by matrix products, attention, random numbers or anything unknown cannot be recomputed; views, elementwise operations,
-reductions and norms can. A minimum cut between the two says what to keep (`cut.smallest_kept`); the rest is obtained by
-calling the same kernels on the same inputs, so it is equal bit for bit.
+made by random numbers or anything unknown cannot be recomputed; views, elementwise operations, reductions and norms can, and
+matrix products under A, and attention too under P. A minimum cut between the two says what to keep (`cut.smallest_kept`);
+the rest is obtained by calling the same kernels on the same inputs, so it is equal bit for bit. What backward does not read
+is not made again, where a replay of the whole unit would.
 
 The first forward of a shape is recorded in full (`Tracer`) and holds the unit's whole state until it ends; later ones
 (`Follower`) hold only what the found `Template` names, and check that the same operations came by.
@@ -19,9 +20,9 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from onetake.activations.cut import smallest_kept
+from onetake.activations.plan import Action
 
 aten = torch.ops.aten
 CHEAP = {
@@ -44,8 +45,30 @@ CHEAP = {
 }
 """What is run again beside elementwise operations and reductions, which torch tags."""
 
+PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm}
+"""What A and P run again beside that."""
+
+ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_efficient_attention,
+    aten._scaled_dot_product_cudnn_attention,
+}
+"""What P runs again beside that, if nothing is dropped out."""
+
 DETACH = aten.detach.default
 """Not recorded: autograd detaches a result or not depending on who else holds it, which recording changes."""
+
+
+Arguments = dict[int | str, Any]
+"""Of an operation, by place or name; lists are copies."""
+
+
+class Argument(NamedTuple):
+    """One of an operation, or a member of one that is a list."""
+
+    name: int | str
+    member: int | None = None
 
 
 class Made(NamedTuple):
@@ -55,41 +78,33 @@ class Made(NamedTuple):
     place: int
 
 
-class Recipe(NamedTuple):
-    """How a saved tensor is had again: run `ops` in order, starting from `leaves`; `value` is the result."""
-
-    value: Made
-    ops: tuple[int, ...]
-    leaves: tuple[Made, ...]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Template:
-    """What E and L keep of a region of this shape."""
+    """What E and L, or A, or P keep of a region of this shape."""
 
     funcs: tuple[OpOverload, ...]  # what runs, in order
     saved: int  # how many tensors autograd saves
-    recipes: dict[int, Recipe]  # by place among the saved tensors; the others are kept
-    wide_recipes: dict[int, Recipe]  # for kept tensors that are views of wide leaves
+    again: dict[int, Made]  # by place among the saved tensors: who makes it again; the others are kept
+    wide_again: dict[int, Made]  # the same for kept tensors that are views of wide leaves
     leaves: dict[int, tuple[int, ...]]  # op → places of the outputs to hold
     wide: frozenset[Made]  # leaves wider than the residual stream, which L may compress
-    sources: dict[int, dict[int, Made]]  # op to run again → place among its flat arguments → who made it
+    sources: dict[int, dict[Argument, Made]]  # op to run again → argument → who made it
     bytes: int  # kept, beyond the region's inputs and parameters
 
 
 @dataclass(kw_only=True)
 class Call:
-    """One recorded operation, with its arguments flat and its tensors alive."""
+    """One recorded operation, its tensors alive."""
 
     func: OpOverload
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    out: Any
-    flat: list[Any]
+    arguments: Arguments
     outs: list[Any]
 
-    def tensors(self) -> list[Tensor]:
-        return [a for a in self.flat if isinstance(a, Tensor)]
+    def tensors(self) -> dict[Argument, Tensor]:
+        single = {Argument(name): a for name, a in self.arguments.items() if isinstance(a, Tensor)}
+        lists = [(name, a) for name, a in self.arguments.items() if isinstance(a, list)]
+        members = {Argument(name, i): m for name, a in lists for i, m in enumerate(a) if isinstance(m, Tensor)}
+        return single | members
 
 
 class Tracer(TorchDispatchMode):
@@ -103,58 +118,53 @@ class Tracer(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func is DETACH:
             return out
-        kwargs = kwargs or {}
-        flat, outs = tree_flatten((args, kwargs))[0], tree_flatten(out)[0]
-        self.calls.append(Call(func=func, args=args, kwargs=kwargs, out=out, flat=flat, outs=outs))
+        self.calls.append(Call(func=func, arguments=_arguments(args, kwargs or {}), outs=_outputs(out)))
         return out
 
     def held(self, template: Template) -> Held:
         held = Held()
         for index, call in enumerate(self.calls):
-            held.take(template, index, call.func, call.args, call.kwargs, call.out)
+            held.take(template, index, call.func, call.arguments, call.outs)
         return held
 
 
 class Again(NamedTuple):
-    """An operation to run again: its flat arguments with gaps, what fills the gaps, and versions of the tensors beside them."""
+    """An operation to run again: its arguments with gaps, what fills the gaps, and the other tensors with their versions."""
 
     func: OpOverload
-    flat: list[Any]
-    spec: TreeSpec
-    sources: dict[int, Made]
-    versions: dict[int, int]
+    arguments: Arguments
+    sources: dict[Argument, Made]
+    versions: list[tuple[Tensor, int]]
 
     def unchanged(self) -> bool:
-        return all(self.flat[place]._version == version for place, version in self.versions.items())
+        return all(tensor._version == version for tensor, version in self.versions)
 
     def run(self, fill: Callable[[Made], Tensor]) -> list[Any]:
-        """Its outputs, flat."""
-        flat = list(self.flat)
-        for place, made in self.sources.items():
-            flat[place] = fill(made)
-        args, kwargs = tree_unflatten(flat, self.spec)
-        return tree_flatten(self.func(*args, **kwargs))[0]
+        """Its outputs."""
+        filled = _filled(self.arguments, {argument: fill(made) for argument, made in self.sources.items()})
+        args = [value for name, value in filled.items() if isinstance(name, int)]
+        kwargs = {name: value for name, value in filled.items() if isinstance(name, str)}
+        return _outputs(self.func(*args, **kwargs))
 
 
 @dataclass(kw_only=True)
 class Held:
-    """What a region holds for its recipes: leaves, and the arguments of the operations to run again."""
+    """What a region holds to make tensors again: leaves, and the arguments of the operations to run."""
 
     leaves: dict[Made, Tensor] = field(default_factory=dict)
     calls: dict[int, Again] = field(default_factory=dict)
 
-    def take(self, template: Template, index: int, func: OpOverload, args: Any, kwargs: Any, out: Any) -> None:
+    def take(self, template: Template, index: int, func: OpOverload, arguments: Arguments, outs: list[Any]) -> None:
         """Hold of operation `index` what the template names: outputs, and arguments but for what is recomputed."""
-        places = template.leaves.get(index)
-        if places:
-            outs = tree_flatten(out)[0]
-            self.leaves.update({Made(index, place): outs[place] for place in places})
+        for place in template.leaves.get(index, ()):
+            self.leaves[Made(index, place)] = outs[place]
         sources = template.sources.get(index)
         if sources is not None:
-            flat, spec = tree_flatten((args, kwargs))
-            flat = [None if p in sources else a for p, a in enumerate(flat)]
-            versions = {p: a._version for p, a in enumerate(flat) if isinstance(a, Tensor)}
-            self.calls[index] = Again(func, flat, spec, sources, versions)
+            arguments = _filled(arguments, dict.fromkeys(sources))
+            beside = [
+                m for a in arguments.values() for m in (a if isinstance(a, list) else [a]) if isinstance(m, Tensor)
+            ]
+            self.calls[index] = Again(func, arguments, sources, [(tensor, tensor._version) for tensor in beside])
 
 
 class Follower(TorchDispatchMode):
@@ -174,9 +184,28 @@ class Follower(TorchDispatchMode):
         index, self.count = self.count, self.count + 1
         if index >= len(self.template.funcs) or self.template.funcs[index] is not func:
             self.strayed = True
-        if not self.strayed:
-            self.held.take(self.template, index, func, args, kwargs or {}, out)
+        if not self.strayed and (index in self.template.leaves or index in self.template.sources):
+            self.held.take(self.template, index, func, _arguments(args, kwargs or {}), _outputs(out))
         return out
+
+
+def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    return {n: list(a) if isinstance(a, tuple | list) else a for n, a in (*enumerate(args), *kwargs.items())}
+
+
+def _filled(arguments: Arguments, values: dict[Argument, Any]) -> Arguments:
+    """A copy with other values."""
+    filled = {name: [*a] if isinstance(a, list) else a for name, a in arguments.items()}
+    for (name, member), value in values.items():
+        if member is None:
+            filled[name] = value
+        else:
+            filled[name][member] = value
+    return filled
+
+
+def _outputs(out: Any) -> list[Any]:
+    return [*out] if isinstance(out, tuple | list) else [out]
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -192,7 +221,7 @@ def _geometry(tensor: Tensor) -> tuple[Any, ...]:
 class _Graph:
     """Who made which block of memory from which, out of recorded calls whose tensors are all alive."""
 
-    def __init__(self, calls: list[Call]) -> None:
+    def __init__(self, calls: list[Call], action: Action) -> None:
         self.calls = calls
         self.made: dict[tuple[Any, ...], Made] = {}  # first maker of each geometry
         self.node: dict[int, int] = {}  # storage key → node
@@ -202,15 +231,15 @@ class _Graph:
         self.written = {storage_key(t) for call in calls for t in _written(call)}
         outside: set[int] = set()
         for index, call in enumerate(calls):
-            read = {storage_key(t) for t in call.tensors()}
+            read = {storage_key(t) for t in call.tensors().values()}
             outside |= read - self.node.keys()
-            known = all(storage_key(t) in outside or _geometry(t) in self.made for t in call.tensors())
+            known = all(storage_key(t) in outside or _geometry(t) in self.made for t in call.tensors().values())
             for place, out in enumerate(call.outs):
                 if not isinstance(out, Tensor) or storage_key(out) in outside:
                     continue
                 key = storage_key(out)
                 if key not in self.node:
-                    again = known and _runs_again(call.func) and not self.written & {*read, key}
+                    again = known and _runs_again(call, action) and not self.written & {*read, key}
                     self.node[key] = len(self.sizes)
                     self.maker.append(Made(index, place))
                     self.sizes.append(out.untyped_storage().nbytes())
@@ -222,16 +251,16 @@ class _Graph:
     def tensor(self, made: Made) -> Tensor:
         return self.calls[made.op].outs[made.place]
 
-    def inputs(self, op: int) -> dict[int, Made]:
-        """Flat place → maker, of the arguments that were made in the region."""
-        flat = self.calls[op].flat
-        tensors = {p: a for p, a in enumerate(flat) if isinstance(a, Tensor) and storage_key(a) in self.node}
-        return {place: self.made[_geometry(tensor)] for place, tensor in tensors.items()}
+    def inputs(self, op: int) -> dict[Argument, Made]:
+        """The arguments that were made in the region, and by whom."""
+        tensors = self.calls[op].tensors()
+        return {a: self.made[_geometry(tensor)] for a, tensor in tensors.items() if storage_key(tensor) in self.node}
 
-    def recipe(self, value: Made, kept: set[int]) -> Recipe:
+    def needed(self, values: Iterable[Made], kept: set[int]) -> tuple[set[int], set[Made]]:
+        """The operations that make `values` again from what is kept, and what of that they start from."""
         ops: set[int] = set()
         leaves: set[Made] = set()
-        open_ = [value]
+        open_ = list(values)
         while open_:
             made = open_.pop()
             node = self.node[storage_key(self.tensor(made))]
@@ -240,15 +269,15 @@ class _Graph:
             elif made.op not in ops:
                 ops.add(made.op)
                 open_.extend(self.inputs(made.op).values())
-        return Recipe(value, tuple(sorted(ops)), tuple(sorted(leaves)))
+        return ops, leaves
 
 
-def template(calls: list[Call], saved: list[Tensor], *, widths: Iterable[int], tokens: int) -> Template:
-    """The template of a recorded region that saved these tensors.
+def template(calls: list[Call], saved: list[Tensor], action: Action, *, widths: Iterable[int], tokens: int) -> Template:
+    """The template of a recorded region that saved these tensors, for E, A or P.
 
     A leaf is wide if its rows are as long as one of `widths` and it has a row per token.
     """
-    graph = _Graph(calls)
+    graph = _Graph(calls, action)
     origin: dict[int, Made] = {}  # place among the saved tensors → maker
     unknown: set[int] = set()  # nodes saved in a shape that no recorded operation returned: kept as they are
     for place, tensor in enumerate(saved):
@@ -260,45 +289,52 @@ def template(calls: list[Call], saved: list[Tensor], *, widths: Iterable[int], t
                 origin[place] = made
     node_of = {place: graph.node[storage_key(saved[place])] for place in origin}
     kept = smallest_kept(graph.sizes, graph.sources, set(node_of.values()))
-    recipes, wide_recipes = {}, {}
     widths = set(widths)
     wide = {
         graph.maker[node]
         for node, key in ((node, storage_key(graph.tensor(graph.maker[node]))) for node in kept - unknown)
         if key not in graph.written and _is_wide(graph.tensor(graph.maker[node]), widths, tokens)
     }
-    for place, made in origin.items():
-        if node_of[place] not in kept:
-            recipes[place] = graph.recipe(made, kept)
-        elif graph.maker[node_of[place]] in wide:
-            wide_recipes[place] = graph.recipe(made, kept)
-    used = [*recipes.values(), *wide_recipes.values()]
+    again = {place: made for place, made in origin.items() if node_of[place] not in kept}
+    wide_again = {place: made for place, made in origin.items() if graph.maker[node_of[place]] in wide}
+    ops, starts = graph.needed([*again.values(), *wide_again.values()], kept)
     leaves: dict[int, set[int]] = {}
-    for leaf in {leaf for recipe in used for leaf in recipe.leaves}:
+    for leaf in starts:
         leaves.setdefault(leaf.op, set()).add(leaf.place)
     return Template(
         funcs=tuple(call.func for call in calls),
         saved=len(saved),
-        recipes=recipes,
-        wide_recipes=wide_recipes,
+        again=again,
+        wide_again=wide_again,
         leaves={op: tuple(sorted(places)) for op, places in leaves.items()},
         wide=frozenset(wide),
-        sources={op: graph.inputs(op) for recipe in used for op in recipe.ops},
+        sources={op: graph.inputs(op) for op in ops},
         bytes=sum(graph.sizes[node] for node in kept | unknown),
     )
 
 
 def _written(call: Call) -> list[Tensor]:
     """The arguments that an operation changes in place. Which of several is not looked up: all count."""
-    return call.tensors() if call.func._schema.is_mutable else []
+    return [*call.tensors().values()] if call.func._schema.is_mutable else []
 
 
-def _runs_again(func: OpOverload) -> bool:
-    """Whether running it again is cheap and gives the same bits."""
+def _runs_again(call: Call, action: Action) -> bool:
+    """Whether `action` runs it again, and that gives the same bits."""
+    func = call.func
+    if action == Action.PRUNE and func.overloadpacket in ATTENTION:
+        return not _argument(call, "dropout_p")
     if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
         return False
+    if action != Action.ELEMENTWISE and func.overloadpacket in PRODUCTS:
+        return True
     cheap = func.is_view or {torch.Tag.pointwise, torch.Tag.reduction} & set(func.tags)
     return bool(cheap) or func.overloadpacket in CHEAP
+
+
+def _argument(call: Call, name: str) -> Any:
+    """As given, or its default."""
+    place, argument = next((p, a) for p, a in enumerate(call.func._schema.arguments) if a.name == name)
+    return call.arguments.get(place, call.arguments.get(name, argument.default_value))
 
 
 def _is_wide(tensor: Tensor, widths: set[int], tokens: int) -> bool:
