@@ -14,6 +14,7 @@ from onetake import config
 from onetake.activations.measure import Probe
 from onetake.activations.plan import Action, Option
 from onetake.activations.recoveries import Recoveries
+from onetake.activations.recovery import EXACT
 from onetake.execution.sampling import RolloutConfig
 from onetake.metrics import Log
 from onetake.policies.adapters import Lora
@@ -132,12 +133,21 @@ def test_plan_and_verify_name_every_unit(recipe_file, storing_pays):
     units = [unit.name for unit in plan.units]
     assert units == ["transformer_blocks.0", "transformer_blocks.1"]
     assert plan.actions == (Action.STORE, Action.STORE)
+    assert not plan.joint
 
     policy = DiffusionPolicy.from_config(recipe.policy, recipe.pipeline_source, recipe.seed)
     move(policy)
-    recompute, store, elementwise, *lossy = verify_actions(recipe, policy, task)
-    assert [row.relative_l2 for row in (recompute, store, elementwise)] == [0, 0, 0]
-    assert [row.replays for row in (recompute, store, elementwise)] == [4, 0, 0]  # two events, two units
-    assert recompute.kept_mib == 0 < elementwise.kept_mib < store.kept_mib
+    rows = verify_actions(recipe, policy, task)
+    exact, lossy = rows[: len(EXACT)], rows[len(EXACT) :]
+    assert "".join(row.action for row in exact) == "RPAEH"
+    assert [row.relative_l2 for row in exact] == [0] * len(EXACT)
+    assert [row.replays for row in exact] == [4, 0, 0, 0, 0]  # two events, two units
+    kept = [row.kept_mib for row in exact]
+    assert kept[:2] == [0, 0]
+    assert kept == sorted(kept)
+    assert len(set(kept)) == len(EXACT) - 1
     assert [row.units for row in lossy] == units
     assert all(0 < row.relative_l2 < 0.1 and row.replays == 2 for row in lossy)
+
+    (plan,) = measured_plans(recipe, policy, task, together=True).values()
+    assert list(plan.joint) == units

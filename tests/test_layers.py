@@ -31,6 +31,7 @@ LAYERS = [
             "recovery",
             "recoveries",
             "calibrate",
+            "joint",
         )
     },
     {"train", "checkpoint", "tasks", "evaluation", "recipe", "optimizer", "ema", "verify", "forecast", "language"},

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from models import decoder, equal, gradients, planned, replan, tokens, transformer
+from onetake.activations import joint
 from onetake.activations.measure import Bucket, Probe, Profile, fingerprint
 from onetake.activations.plan import MIB, Action, Option
 from onetake.activations.recovery import Recovery
@@ -215,3 +216,35 @@ def test_sharded_weights_on_two_ranks_have_the_same_bits_whatever_each_rank_plan
         sharded, whole = first[f"{dtype} bytes"]
         assert sharded == whole
         assert "before fully_shard" in first[f"{dtype} unmeasured"]
+
+
+def test_an_action_that_saves_nothing_beside_the_others_is_given_up(tmp_path, monkeypatch):
+    """Time is told by a clock of our own: under it, storing the second unit costs what it was to save."""
+    clock = {"now": 0.0}
+    monkeypatch.setattr(joint, "now", lambda device: clock["now"])
+    model = decoder()
+    profile = written(tmp_path / "profile.json", model)
+    recovery = Recovery(model, memory=1 << 40, profile=profile)
+
+    def run():
+        model(IDS, labels=IDS).loss.backward()
+        clock["now"] += sum(0.002 for unit in recovery.units if unit.executed == R)
+        clock["now"] += 0.003 * (recovery.units[1].executed == H)
+
+    with pytest.raises(ValueError, match="take a step of it first"):
+        joint.leave_one_out(Recovery(decoder(), memory="10%"), lambda: None)
+    plan = joint.leave_one_out(recovery, run)
+    assert [round(saved, 4) for saved in plan.joint.values()] == [0.002, -0.001, 0.002, 0.002]
+    assert plan.actions == (H, E, H, H)
+    assert "together" in plan.table()
+    assert all(p.grad is None for p in model.parameters())
+    assert recovery.plan is not None
+    with recovery.step():
+        run()
+    assert recovery.plan.actions == (H, E, H, H)
+    recovery.detach()
+    again = Recovery(model, memory=1 << 40, profile=profile)
+    with again.step():
+        run()
+    assert again.plan is not None
+    assert again.plan.actions == (H, E, H, H)

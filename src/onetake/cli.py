@@ -95,6 +95,9 @@ def plan(
     per_node: Annotated[int | None, typer.Option("--gpus-per-node", min=1, help="Of those of --world; 8.")] = None,
     link: Annotated[str | None, typer.Option(help="What one of them sends to another of its node; 450GB/s.")] = None,
     network: Annotated[str | None, typer.Option(help="And to one of another node; 50GB/s.")] = None,
+    leave_one_out: Annotated[
+        bool, typer.Option("--leave-one-out", help="Of activations: keep what saves time beside the others. Slow.")
+    ] = False,
 ) -> None:
     """What a run will need in memory, phase by phase and under every execution, before anything loads; with activations, the plan.
 
@@ -120,7 +123,7 @@ def plan(
             from onetake.language.run import measured_plan
 
             console.print(loaded.plan_line())
-            console.print(measured_plan(loaded).table(), markup=False)
+            console.print(measured_plan(loaded, leave_one_out).table(), markup=False)
             return
         limit = device_memory(device_of(loaded)) if memory is None else parse_bytes(memory)
         for line in plan_lines(loaded):
@@ -146,7 +149,7 @@ def plan(
         if loaded.activations is not None:
             from onetake.verify import measured_plans
 
-            for name, found in measured_plans(loaded, *_loaded(loaded)).items():
+            for name, found in measured_plans(loaded, *_loaded(loaded), leave_one_out).items():
                 console.print(f"\nactivations: {loaded.activations}, measured {name}".rstrip())
                 console.print(found.table(), markup=False)
         if limit is not None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from onetake.activations.joint import leave_one_out
 from onetake.activations.plan import MIB, Action, Plan
 from onetake.activations.recoveries import Recoveries
 from onetake.activations.recovery import EXACT, Recovery
@@ -119,13 +120,19 @@ def _action_row(
     )
 
 
-def measured_plans(recipe: Recipe, policy: Policy, task: Task) -> dict[str, Plan]:
-    """What `activations` would do with each unit, by transformer if there are two: measured on the first and the last event."""
+def measured_plans(recipe: Recipe, policy: Policy, task: Task, together: bool = False) -> dict[str, Plan]:
+    """What `activations` would do with each unit, by transformer if there are two: measured on the first and the last event.
+
+    If `together`, without the actions that save nothing beside the others (`joint.leave_one_out`).
+    """
     assert recipe.activations is not None
     gradient = _event(recipe, policy, task)
     recoveries = Recoveries(policy.module, recipe.activations)
     gradient(recoveries.step())
-    return {name: plan for name, recovery in recoveries.each.items() for plan in recovery.plans.values()}
+    planned = {name: recovery for name, recovery in recoveries.each.items() if recovery.plans}
+    if together:
+        return {name: leave_one_out(recovery, lambda: gradient(nullcontext())) for name, recovery in planned.items()}
+    return {name: plan for name, recovery in planned.items() for plan in recovery.plans.values()}
 
 
 def _event(recipe: Recipe, policy: Policy, task: Task) -> _Gradient:

@@ -159,18 +159,18 @@ def _trial(
     wanted += [a for a in leaves if isinstance(a, Tensor) and a.requires_grad]
     capture, alone = Capture(lambda *_: action, templates), Unit(name=unit.name, module=unit.module)
     with torch.random.fork_rng():
-        started = _now(args)
+        device = next(a.device for a in args if isinstance(a, Tensor))
+        started = now(device)
         out = capture.run(alone, checkpoint, function, *leaves)
         outs = [
             o for o in (out if isinstance(out, tuple | list) else [out]) if isinstance(o, Tensor) and o.requires_grad
         ]
         torch.autograd.grad(outs, wanted, [torch.ones_like(o) for o in outs], allow_unused=True)
-        return _now(args) - started, alone.captured
+        return now(device) - started, alone.captured
 
 
-def _now(args: tuple[Any, ...]) -> float:
+def now(device: torch.device) -> float:
     """Seconds: of this process on CPU, of the clock on an accelerator, once it is done."""
-    device = next(a.device for a in args if isinstance(a, Tensor))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         return time.perf_counter()

@@ -7,7 +7,8 @@ backward; risk is the squared relative gradient error that loss of precision may
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 MIB = 2**20
@@ -61,6 +62,8 @@ class Plan:
     chosen: tuple[Option, ...]
     memory: int  # bytes
     risk_budget: float
+    joint: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Seconds that a unit's action saved while the others followed the plan, where that was measured (`joint`)."""
 
     @property
     def actions(self) -> tuple[Action, ...]:
@@ -97,13 +100,17 @@ class Plan:
         return f"{best.action} saves no more than its ties"
 
     def table(self) -> str:
-        """Unit, action, MiB kept, milliseconds saved and reason, one unit a line, and the totals."""
+        """Unit, action, MiB kept, milliseconds saved alone and, if measured, together, reason; one unit a line, and the totals."""
         width = max([len(unit.name) for unit in self.units] + [len("total")])
-        lines = [f"{'unit':<{width}}  action      MiB  ms saved  reason"]
+        lines = [f"{'unit':<{width}}  action      MiB  ms saved  {'together  ' if self.joint else ''}reason"]
         for index, (unit, option) in enumerate(zip(self.units, self.chosen, strict=True)):
             numbers = f"{option.bytes / MIB:8.1f}  {option.seconds * 1e3:8.1f}"
+            if self.joint:
+                numbers += f"  {self.joint[unit.name] * 1e3:8.1f}" if unit.name in self.joint else 10 * " "
             lines.append(f"{unit.name:<{width}}  {option.action:<6}{numbers}  {self.reason(index)}")
         total = f"{self.bytes / MIB:8.1f}  {self.seconds * 1e3:8.1f}"
+        if self.joint:
+            total += f"  {sum(self.joint.values()) * 1e3:8.1f}"
         risk = f", risk {self.risk:.1e} of {self.risk_budget:.1e}" if self.risk else ""
         lines.append(f"{'total':<{width}}  {'':<6}{total}  of {self.memory / MIB:.1f} MiB{risk}")
         return "\n".join(lines)

@@ -66,7 +66,8 @@ class Recovery:
         self.attachment = Attachment(model, Capture(self._choose))
         self.attachment.capture.ask_before_loss = lossy is not None
         self.units = self.attachment.units
-        self.peak = PeakMemory(next(model.parameters()).device)
+        self.device = next(model.parameters()).device
+        self.peak = PeakMemory(self.device)
         self.path = profile
         print_of = fingerprint(model, self.units)
         known = profile is not None and profile.exists()
@@ -253,6 +254,16 @@ class Recovery:
             if parameter.grad is None:  # an optimizer passes over parameters without one, momentum and decay included
                 parameter.grad = torch.zeros_like(parameter)
         return loss.detach().requires_grad_()
+
+    def forgo(self, plan: Plan, useless: dict[str, Action]) -> Plan:
+        """The plan of the same shape without these actions of these units, which are not offered again."""
+        (bucket,) = (b for b in self.profile.buckets if self.plans.get(b.shape) is plan)
+        for name, action in useless.items():
+            bucket.options[name] = [option for option in bucket.options[name] if option.action != action]
+        self._make_plan(bucket)
+        if self.path is not None:
+            self.profile.save(self.path)
+        return self.plans[bucket.shape]
 
     def detach(self) -> None:
         """Give the model its own checkpointing back."""

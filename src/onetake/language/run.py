@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PrinterCallback, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
+from onetake.activations.joint import leave_one_out
 from onetake.activations.plan import Plan
 from onetake.activations.recovery import Recovery
 from onetake.allocator import keep_freed_memory
@@ -48,10 +49,11 @@ def train(
     return evaluations[0], evaluations[recipe.updates]
 
 
-def measured_plan(recipe: LanguageRecipe) -> Plan:
+def measured_plan(recipe: LanguageRecipe, together: bool = False) -> Plan:
     """What recovery will do with each block, measured on one micro-batch: random tokens, the longest prompt, whole completions.
 
-    Raises ValueError if the recipe has no recovery.
+    If `together`, without the actions that save nothing beside the others (`joint.leave_one_out`). Raises ValueError if the
+    recipe has no recovery.
     """
     if recipe.recovery is None:
         raise ValueError("recovery: null leaves nothing to plan; set recovery.memory, such as 1.10x")
@@ -65,11 +67,15 @@ def measured_plan(recipe: LanguageRecipe) -> Plan:
     shape = trainer.args.per_device_train_batch_size, length
     ids = torch.randint(trainer.model.config.vocab_size, shape, device=trainer.model.device)
     recovery = Recovery(trainer.model.train(), memory=recipe.recovery.memory)
-    with recovery.step():
+
+    def update() -> None:
         score = trainer._get_per_token_logps_and_entropies
         score(trainer.model, ids, torch.ones_like(ids), trainer.args.max_completion_length)[0].sum().backward()
+
+    with recovery.step():
+        update()
     (plan,) = recovery.plans.values()
-    return plan
+    return leave_one_out(recovery, update) if together else plan
 
 
 def load(policy: LanguagePolicy) -> tuple[Any, Any]:
