@@ -1,4 +1,4 @@
-"""What H, E, L and R of one decoder layer cost, and what plans over 30 such layers save: bytes, FLOPs and paired seconds.
+"""What every action on one decoder layer costs, and what plans over 30 such layers save: bytes, FLOPs and paired seconds.
 
     python benchmarks/units.py [--rows 8] [--length 256] [--dtype bfloat16] [--rounds 7]
 
@@ -91,17 +91,17 @@ def main() -> None:
     print(
         f"\n{LAYERS} such layers: seconds saved of the {LAYERS * max(o.seconds for o in options):.2f} that storing all saves"
     )
-    print(f"{'MiB':>8}{'of all H':>9}{'H E R':>12}{'plan':>10}{'H and R':>9}{'plan':>10}{'solving ms':>12}")
+    print(f"{'MiB':>8}{'of all H':>9}{'H E A P R':>12}{'plan':>10}{'H and R':>9}{'plan':>10}{'solving ms':>12}")
     for share in (0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 1.0):
         memory = round(share * LAYERS * whole)
         line = f"{memory / MIB:8.0f}{share:9.0%}"
-        for allowed in ("HE", "H"):
+        for allowed in ("HEAP", "H"):
             kept = tuple(option for option in options if option.action in allowed)
             started = time.process_time()
             plan = solve([UnitOptions(name=str(i), options=kept) for i in range(LAYERS)], memory=memory)
             took = time.process_time() - started
             counts = "".join(f"{plan.actions.count(a)}{a}" for a in Action if plan.actions.count(a))
-            line += f"{plan.seconds:{12 if allowed == 'HE' else 9}.2f}{counts:>10}"
+            line += f"{plan.seconds:{12 if allowed == 'HEAP' else 9}.2f}{counts:>10}"
         print(f"{line}{took * 1e3:12.1f}")
 
 

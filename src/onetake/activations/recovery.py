@@ -7,7 +7,7 @@
 
 The first step of a new shape recomputes every unit, as plain checkpointing does, and measures; from the next on, the plan
 that saves most time in the memory given runs. A step may hold several forwards: each gets the memory if none before it still
-waits for its backward, and else is recomputed. With exact actions (H, E, R), the default, gradients have the bits of no
+waits for its backward, and else is recomputed. With exact actions (all but L), the default, gradients have the bits of no
 checkpointing; `lossy` adds L within an error budget, which needs the log-probs:
 
         scored = log_probs(model, batch)
