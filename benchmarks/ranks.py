@@ -17,7 +17,8 @@ import os
 import socket
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.multiprocessing
@@ -126,14 +127,25 @@ def lines(ranks: World, arguments: argparse.Namespace) -> Iterator[str]:
             yield f"| {name} | {row} | {' | '.join(ratios)} | {sent[row].collectives} | {sent[row].size / 1e6:.2f} |"
 
 
-def one_rank(rank: int, port: int, arguments: argparse.Namespace) -> None:
+def show(ranks: World, arguments: argparse.Namespace) -> None:
+    for line in lines(ranks, arguments):
+        ranks.once(lambda: print(line, flush=True))  # noqa: B023
+
+
+def spawn(ranks: int, function: Callable[..., None], *arguments: Any) -> None:
+    """`function(world, *arguments)` in `ranks` processes of this machine, gloo between them, one thread each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(_one_rank, (ranks, port, function, arguments), nprocs=ranks)
+
+
+def _one_rank(rank: int, size: int, port: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": arguments.ranks, "MASTER_PORT": port}
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
     os.environ |= {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in names.items()}
     with world() as ranks:
-        for line in lines(ranks, arguments):
-            if rank == 0:
-                print(line, flush=True)
+        function(ranks, *arguments)
 
 
 if __name__ == "__main__":
@@ -154,7 +166,4 @@ if __name__ == "__main__":
     chosen = parser.parse_args()
     if chosen.group % chosen.ranks:
         parser.error(f"--group {chosen.group} is not a multiple of --ranks {chosen.ranks}")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        chosen_port = free.getsockname()[1]
-    torch.multiprocessing.spawn(one_rank, (chosen_port, chosen), nprocs=chosen.ranks)
+    spawn(chosen.ranks, show, chosen)
