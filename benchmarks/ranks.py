@@ -13,15 +13,11 @@ and bytes are those of one rank in the whole update, counted in the first round,
 from __future__ import annotations
 
 import argparse
-import os
-import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
-import torch.multiprocessing
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -31,12 +27,13 @@ from onetake.execution import EXECUTIONS
 from onetake.execution.base import backpropagate
 from onetake.execution.sampling import RolloutConfig, deal, sample
 from onetake.objectives import Grpo
-from onetake.parallel import ParallelConfig, World, world
+from onetake.parallel import ParallelConfig, World
 from onetake.policies import leaves, trainable
 from onetake.policies.adapters import Full, Lora
 from onetake.policies.diffusion import DiffusionPolicy
 from onetake.records import Address, Prompt, Rollout
 from onetake.selection import All
+from processes import spawn
 
 ROWS = {  # (layout, execution, reduced after every event)
     "native": ("conventional", "recompute", True),
@@ -130,22 +127,6 @@ def lines(ranks: World, arguments: argparse.Namespace) -> Iterator[str]:
 def show(ranks: World, arguments: argparse.Namespace) -> None:
     for line in lines(ranks, arguments):
         ranks.once(lambda: print(line, flush=True))  # noqa: B023
-
-
-def spawn(ranks: int, function: Callable[..., None], *arguments: Any) -> None:
-    """`function(world, *arguments)` in `ranks` processes of this machine, gloo between them, one thread each."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(_one_rank, (ranks, port, function, arguments), nprocs=ranks)
-
-
-def _one_rank(rank: int, size: int, port: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in names.items()}
-    with world() as ranks:
-        function(ranks, *arguments)
 
 
 if __name__ == "__main__":

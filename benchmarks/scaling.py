@@ -35,7 +35,7 @@ from onetake.metrics import Log
 from onetake.parallel import World
 from onetake.scaling import LATENCY, Machine, Message, Profile, Share, predictions
 from onetake.session import opened, train_and_report
-from ranks import spawn
+from processes import spawn
 
 PUBLISHED = {
     "full": {
