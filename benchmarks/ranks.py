@@ -13,14 +13,11 @@ and bytes are those of one rank in the whole update, counted in the first round,
 from __future__ import annotations
 
 import argparse
-import os
-import socket
 import statistics
 import time
 from collections.abc import Iterator
 
 import torch
-import torch.multiprocessing
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -30,12 +27,13 @@ from onetake.execution import EXECUTIONS
 from onetake.execution.base import backpropagate
 from onetake.execution.sampling import RolloutConfig, deal, sample
 from onetake.objectives import Grpo
-from onetake.parallel import ParallelConfig, World, world
+from onetake.parallel import ParallelConfig, World
 from onetake.policies import leaves, trainable
 from onetake.policies.adapters import Full, Lora
 from onetake.policies.diffusion import DiffusionPolicy
 from onetake.records import Address, Prompt, Rollout
 from onetake.selection import All
+from processes import spawn
 
 ROWS = {  # (layout, execution, reduced after every event)
     "native": ("conventional", "recompute", True),
@@ -126,14 +124,9 @@ def lines(ranks: World, arguments: argparse.Namespace) -> Iterator[str]:
             yield f"| {name} | {row} | {' | '.join(ratios)} | {sent[row].collectives} | {sent[row].size / 1e6:.2f} |"
 
 
-def one_rank(rank: int, port: int, arguments: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": arguments.ranks, "MASTER_PORT": port}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in names.items()}
-    with world() as ranks:
-        for line in lines(ranks, arguments):
-            if rank == 0:
-                print(line, flush=True)
+def show(ranks: World, arguments: argparse.Namespace) -> None:
+    for line in lines(ranks, arguments):
+        ranks.once(lambda: print(line, flush=True))  # noqa: B023
 
 
 if __name__ == "__main__":
@@ -154,7 +147,4 @@ if __name__ == "__main__":
     chosen = parser.parse_args()
     if chosen.group % chosen.ranks:
         parser.error(f"--group {chosen.group} is not a multiple of --ranks {chosen.ranks}")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        chosen_port = free.getsockname()[1]
-    torch.multiprocessing.spawn(one_rank, (chosen_port, chosen), nprocs=chosen.ranks)
+    spawn(chosen.ranks, show, chosen)

@@ -89,12 +89,14 @@ def test_pictures_and_clips_arrive_as_they_are(server, shape):
 
 def test_asked_ahead_it_works_while_we_do_and_is_asked_once(server):
     rewards, images, go_on = load_rewards(server.url), torch.rand(1, 3, 4, 4), threading.Event()
+    rewards(torch.rand(1, 3, 4, 4), [Prompt("first")])
+    server.asked.clear()
     server.answer = lambda body: (go_on.wait(20), brightness(body))[1]
     rewards.ahead(images, [Prompt("one")])
     assert server.asked.wait(20)  # on its way, and we are here
     go_on.set()
     assert rewards(images, [Prompt("one")])[server.url].shape == (1,)
-    assert len(server.bodies) == 1
+    assert [body["prompts"] for body in server.bodies] == [["first"], ["one"]]
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor
 
-from onetake.rewards import load_reward, load_rewards
+from onetake import config
+from onetake.metrics import Log
+from onetake.records import Prompt
+from onetake.rewards import Rewards, load_reward, load_rewards
 from onetake.rewards.clip import PICKSCORE, ClipScore
-from tiny import clip_tokenizer
+from onetake.session import opened
+from onetake.train import Watcher, train
+from tiny import clip_tokenizer, tiny_recipe
 
 PROMPTS = ["first", "second third", "first second third first second third first second third"]
 
@@ -56,3 +64,62 @@ def test_naming_a_reward_loads_nothing():
     assert isinstance(rewards.functions["pickscore"], ClipScore)
     assert PICKSCORE == "yuvalkirstain/PickScore_v1"
     assert "_loaded" not in vars(rewards.functions["pickscore"])
+
+
+def test_in_the_background_a_reward_works_while_we_do_in_order_and_without_gradients():
+    go_on, seen = threading.Event(), []
+    weight = torch.ones(3, requires_grad=True)
+
+    def mean(images: torch.Tensor, prompts: list[str]) -> torch.Tensor:
+        found = images.mean((2, 3)) @ weight
+        if threading.current_thread() is not threading.main_thread():
+            assert go_on.wait(20)
+        seen.append((prompts[0], threading.current_thread() is threading.main_thread(), found.requires_grad))
+        return found
+
+    rewards = Rewards(functions={"mean": mean}, weights={"mean": 1.0}, threads={"mean": ThreadPoolExecutor(1)})
+    batches = {name: torch.rand(2, 3, 4, 4, generator=torch.Generator().manual_seed(len(name))) for name in PROMPTS}
+    rewards.ahead(batches[PROMPTS[0]], [Prompt(PROMPTS[0])] * 2)  # nothing: its first call may load a model
+    first = rewards(batches[PROMPTS[0]], [Prompt(PROMPTS[0])] * 2)
+    for name, images in batches.items():
+        rewards.ahead(images, [Prompt(name)] * 2)
+    assert len(seen) == 1  # three are waiting, and we are here
+    go_on.set()
+    found = {name: rewards(images, [Prompt(name)] * 2)["mean"] for name, images in reversed(batches.items())}
+    assert seen == [(PROMPTS[0], True, False), *((name, False, False) for name in PROMPTS)]
+    assert found[PROMPTS[0]].equal(first["mean"])
+    for name, images in batches.items():
+        assert found[name].equal(rewards(images, [Prompt(name)] * 2)["mean"])
+
+
+def test_what_fails_in_the_background_stops_the_call():
+    rewards = load_rewards("jpeg", background=True)
+    rewards(torch.zeros(1, 3, 8, 8), [Prompt("first")])
+    rewards.ahead(images := torch.zeros(2, 3, 8, 8), [Prompt("first")])
+    with pytest.raises(ValueError, match=r"the reward jpeg returned shape \(2,\) for 1 images"):
+        rewards(images, [Prompt("first")])
+
+
+def test_a_run_that_scores_in_the_background_is_the_same_run(folder, tmp_path):
+    def run(background: bool) -> tuple[list[dict[str, Any]], dict[str, list]]:
+        out = tmp_path / str(background)
+        changes = [
+            "task.reward={clip:%s: 1, jpeg: 0.1}" % folder,  # noqa: UP031 - braces of YAML
+            f"task.background={background}",
+            "rollout.micro_batch=2",
+            "updates=2",
+            "evaluation.prompts=1",
+            f"out={out}",
+        ]
+        recipe = opened(str(tmp_path / "recipe.yaml"), changes).recipe
+        assert set(recipe.task.load().rewards.threads) == ({f"clip:{folder}", "jpeg"} if background else set())
+        train(recipe, out, config.dump(recipe), Watcher(say=lambda text: None))
+        (weights,) = out.glob("checkpoints/*/weights/*.safetensors")
+        lines = [
+            {key: value for key, value in line.items() if not key.endswith(("_s", "_mib"))}
+            for line in Log(out / "metrics.jsonl").read()
+        ]
+        return lines, {name: tensor.tolist() for name, tensor in load_file(weights).items()}
+
+    (tmp_path / "recipe.yaml").write_text(tiny_recipe(tmp_path))
+    assert run(True) == run(False)

@@ -30,7 +30,7 @@ METRICS: dict[str, str] = {
     "kl_beta": "β of this update's KL; moves if `kl.target` is set",
     "sampling_s": "seconds of denoising in the update; under retain and reweight with the graph, under reweight with its backward",
     "decoding_s": "seconds between the last denoising step and the decoded images",
-    "reward_s": "seconds of reward and advantages",
+    "reward_s": "seconds of reward and advantages; of what is scored in the background, of waiting for it",
     "backward_s": "seconds of accumulating the gradient (under recompute with the second forward) and of summing it over the ranks",
     "optimizer_s": "seconds of clipping and the optimizer step",
     "execution": "the execution that produced this update's gradient (later updates on a rollout are `recompute`)",

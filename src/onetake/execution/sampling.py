@@ -119,8 +119,8 @@ def sample(
     """Run every micro-batch; the execution sees each event with its graph, the rollout keeps it without.
 
     What a group's samples share, the steps before its first event, is computed once (for micro-batches dealt in a row).
-    `batches` may be a rank's share of those that were `dealt` to all ranks. Those of `rewards` that other machines compute begin
-    as soon as a micro-batch is there.
+    `batches` may be a rank's share of those that were `dealt` to all ranks. Those of `rewards` that have threads begin as soon as
+    a micro-batch is there.
     """
     rollout = Rollout(
         batches=[],

@@ -10,13 +10,16 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import cast
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from onetake.records import Prompt
+from onetake.rewards import http
 from onetake.rewards.clip import ClipScore, pickscore
 from onetake.rewards.http import HttpReward
 from onetake.rewards.jpeg import jpeg_size
@@ -54,22 +57,35 @@ def load_reward(name: str) -> Reward:
     return cast(Reward, reward)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Rewards:
-    """Named rewards and their weights: what a task scores with."""
+    """Named rewards and their weights: what a task scores with. One that has `threads` may begin ahead of its call."""
 
     functions: dict[str, Reward]
     weights: dict[str, float]
+    threads: dict[str, ThreadPoolExecutor] = field(default_factory=dict)
+    _called: bool = field(default=False, init=False)
+    _begun: Any = field(default_factory=WeakIdKeyDictionary, init=False, repr=False, compare=False)  # images → futures
 
     def __call__(self, images: Tensor, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         """Name → (B,) float64 scores. Raises ValueError as `scores` does, naming the reward."""
-        return {name: scores(name, reward, images, prompts) for name, reward in self.functions.items()}
+        begun: dict[str, Future[Tensor]] = self._begun.pop(images, {})
+        self._called = True
+        return {
+            name: begun[name].result() if name in begun else scores(name, reward, images, prompts)
+            for name, reward in self.functions.items()
+        }
 
     def ahead(self, images: Tensor, prompts: Sequence[Prompt]) -> None:
-        """Let rewards on other machines begin; the call with the same tensor waits for them."""
-        for reward in self.functions.values():
-            if isinstance(reward, HttpReward):
-                reward.ahead(images, [prompt.text for prompt in prompts], [prompt.metadata for prompt in prompts])
+        """Begin what has threads; the call with the same tensor takes the scores.
+
+        Not before the first call: it may load a model, and loading changes torch's default dtype for all threads.
+        """
+        if self._called:
+            self._begun[images] = {
+                name: pool.submit(scores, name, self.functions[name], images, prompts)
+                for name, pool in self.threads.items()
+            }
 
     def total(self, parts: dict[str, Tensor]) -> Tensor:
         """Weighted sum of the parts, in their shape."""
@@ -81,16 +97,26 @@ def takes_metadata(reward: Reward) -> bool:
     return "metadata" in inspect.signature(reward).parameters
 
 
-def load_rewards(names: str | dict[str, float]) -> Rewards:
-    """One reward by its name, or several by name and weight. Raises ValueError as `load_reward` does."""
+def load_rewards(names: str | dict[str, float], *, background: bool = False) -> Rewards:
+    """One reward by its name, or several by name and weight; begun in the `background`, as servers always are.
+
+    A reward of this process has one thread: it sees micro-batches one after the other, in the order in which they are sampled.
+    Raises ValueError as `load_reward` does.
+    """
     weights = {names: 1.0} if isinstance(names, str) else names
-    return Rewards(functions={name: load_reward(name) for name in weights}, weights=weights)
+    functions = {name: load_reward(name) for name in weights}
+    workers = {name: http.REQUESTS if isinstance(f, HttpReward) else int(background) for name, f in functions.items()}
+    threads = {name: ThreadPoolExecutor(count, "reward") for name, count in workers.items() if count}
+    return Rewards(functions=functions, weights=weights, threads=threads)
 
 
 def scores(name: str, reward: Reward, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
     """(B,) float64 scores. Raises ValueError for a wrong length or a score that is not finite, naming the prompt."""
     metadata = {"metadata": [prompt.metadata for prompt in prompts]} if takes_metadata(reward) else {}
-    values = torch.as_tensor(reward(images, [prompt.text for prompt in prompts], **metadata)).detach().double().cpu()
+    with torch.cuda.device_of(images), torch.no_grad():  # a new thread begins on the first GPU, and with gradients
+        values = (
+            torch.as_tensor(reward(images, [prompt.text for prompt in prompts], **metadata)).detach().double().cpu()
+        )
     if values.shape != (len(prompts),):
         raise ValueError(
             f"the reward {name} returned shape {tuple(values.shape)} for {len(prompts)} images; it must be ({len(prompts)},)"

@@ -98,6 +98,9 @@ class PromptsTask(Config):
     train: Path
     held_out: Path
     reward: str | dict[str, float]
+    background: bool = Field(
+        default=False, description="score in a thread while the next micro-batch is sampled; servers always do"
+    )
     success_at: float | None = Field(default=None, description="an image whose reward reaches this counts as a success")
 
     def problems(self) -> list[str]:
@@ -120,7 +123,7 @@ class PromptsTask(Config):
         return Task(
             train=read(self.train)[0],
             held_out=read(self.held_out)[0],
-            rewards=load_rewards(self.reward),
+            rewards=load_rewards(self.reward, background=self.background),
             success_at=self.success_at,
         )
 
