@@ -7,14 +7,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from onetake.objectives import Surrogate
+from onetake.objectives import Objective
 from onetake.records import MicroBatch, Rollout, Transition
 
 
 class Coefficients:
     """ω of a micro-batch's event, and the statistics an update reports about its ratios."""
 
-    def __init__(self, objective: Surrogate, rollout: Rollout) -> None:
+    def __init__(self, objective: Objective, rollout: Rollout) -> None:
         self._objective = objective
         self._rollout = rollout
         self._seen: list[
