@@ -125,7 +125,7 @@ def test_with_ema_resumed_equals_uninterrupted_and_evaluations_use_the_average(r
     pipe = load_pipeline(recipe.pipeline_source, recipe.policy)
     recipe.policy.trainable.attach(pipe, recipe.seed)
     recipe.policy.trainable.load(pipe, session.latest(print).evaluated)
-    policy = DiffusionPolicy(pipe, kernel=recipe.policy.kernel, steps=3, call=recipe.policy.call)
+    policy = DiffusionPolicy(pipe, recipe.policy)
     again = evaluate(policy, recipe.task.load(), recipe.evaluation, seed=recipe.seed)
     logged = [line for line in Log(tmp_path / "whole" / "metrics.jsonl").read() if line["kind"] == "evaluation"][-1]
     assert float(again.scores.mean()) == logged["score_mean"]
