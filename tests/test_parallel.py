@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from helpers import PROMPTS, relative_error
@@ -50,7 +49,7 @@ from ranks import (
 )
 from test_resume import untimed
 from test_scaling import predicted
-from tiny import tiny_task
+from tiny import tiny_recipe
 
 SHARED = {"groups": 4, "group_size": 4, "micro_batch": 2, "layout": "shared-prompt"}
 CONVENTIONALLY = {**SHARED, "micro_batch": 4, "layout": "conventional"}
@@ -275,23 +274,17 @@ def test_an_evaluation_is_shared_and_is_that_of_one_process(two):
 @pytest.fixture(scope="module")
 def recipe_file(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("recipe")
-    task, pipeline = tiny_task(root)
-    tree = {
-        "task": task | {"reward": "ranks:blind_to_first"},
-        "policy": {
-            "pipeline": pipeline,
-            "steps": 3,
-            "call": {"max_sequence_length": 8},
-            "trainable": {"kind": "lora", "rank": 2},
-        },
-        "rollout": {"groups": 2, "group_size": 4, "micro_batch": 2, "resample": 2},
-        "kl": {"beta": 0.1, "target": 0.01},
-        "optimizer": {"learning_rate": 0.05, "eps": 1e-3},  # rounding moves a small gradient little
-        "evaluation": {"every": 2, "samples": 2},
-        "checkpoint": {"every": 1, "keep": 2},
-        "updates": 4,
-    }
-    (root / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    text = tiny_recipe(
+        root,
+        task={"reward": "ranks:blind_to_first"},
+        rollout={"micro_batch": 2, "resample": 2},
+        kl={"beta": 0.1, "target": 0.01},
+        optimizer={"learning_rate": 0.05, "eps": 1e-3},  # rounding moves a small gradient little
+        evaluation={"every": 2, "samples": 2},
+        checkpoint={"every": 1, "keep": 2},
+        updates=4,
+    )
+    (root / "recipe.yaml").write_text(text)
     return root / "recipe.yaml"
 
 

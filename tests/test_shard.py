@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from diffusers import SD3Transformer2DModel
 from safetensors.torch import load_file
 
@@ -30,7 +29,7 @@ from ranks import (
 )
 from test_resume import untimed
 from test_scaling import predicted
-from tiny import tiny_task
+from tiny import tiny_recipe
 
 SHARED = {"groups": 2, "group_size": 2, "micro_batch": 1, "layout": "shared-prompt"}
 CONVENTIONALLY = {**SHARED, "micro_batch": 2, "layout": "conventional"}
@@ -46,25 +45,19 @@ def name_of(case) -> str:
 @pytest.fixture(scope="module")
 def recipe_file(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("recipe")
-    task, pipeline = tiny_task(root)
-    tree = {
-        "task": task,
-        "policy": {
-            "pipeline": pipeline,
-            "steps": 3,
-            "call": {"max_sequence_length": 8},
-            "trainable": {"kind": "full"},
-        },
-        "execution": "reweight",
-        "rollout": {"groups": 1, "group_size": 4, "micro_batch": 1},
-        "kl": {"beta": 0.1},
-        "ema": {"decay": 0.5, "every": 1},
-        "optimizer": {"learning_rate": 0.01, "eps": 1e-3},  # rounding moves a small gradient little
-        "evaluation": {"every": 2, "samples": 2},
-        "checkpoint": {"every": 1, "keep": 2},
-        "updates": 2,
-    }
-    (root / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    text = tiny_recipe(
+        root,
+        policy={"trainable": {"kind": "full"}},
+        execution="reweight",
+        rollout={"groups": 1, "micro_batch": 1},
+        kl={"beta": 0.1},
+        ema={"decay": 0.5, "every": 1},
+        optimizer={"learning_rate": 0.01, "eps": 1e-3},  # rounding moves a small gradient little
+        evaluation={"every": 2, "samples": 2},
+        checkpoint={"every": 1, "keep": 2},
+        updates=2,
+    )
+    (root / "recipe.yaml").write_text(text)
     return root / "recipe.yaml"
 
 
