@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import statistics
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 
+from learning import train
 from onetake.metrics import Log
 
 STEPS = 8
@@ -48,18 +46,8 @@ def run(name: str, seed: int, args: argparse.Namespace) -> list[dict]:
         "checkpoint.every": every,
     }
     folder = args.out / f"{name.replace(', ', '-').replace(' ', '-').strip('+-')}-{seed}"
-    command = [
-        sys.executable,
-        "-m",
-        "onetake",
-        "train",
-        *(["--resume", str(folder)] if folder.exists() else [args.recipe]),
-    ]
-    if not folder.exists():
-        changes = [*args.set, *(f"{key}={value}" for key, value in settings.items()), f"out={folder}"]
-        command += [f"--set={change}" for change in changes]
     if len(evaluations(folder)) <= args.points:
-        subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+        train(folder, args.recipe, [*args.set, *(f"{key}={value}" for key, value in settings.items())])
     return evaluations(folder)
 
 

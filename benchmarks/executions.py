@@ -29,9 +29,9 @@ from onetake.execution.sampling import RolloutConfig, deal, sample
 from onetake.objectives import Grpo
 from onetake.policies.adapters import Full, Lora
 from onetake.policies.diffusion import DiffusionPolicy
+from onetake.policies.loading import PolicyConfig
 from onetake.records import Address, Prompt
 from onetake.selection import All
-from onetake.transitions import Flow
 
 
 def random_embeddings(transformer: SD3Transformer2DModel, **given: Any) -> tuple[torch.Tensor | None, ...]:
@@ -74,7 +74,7 @@ def policy(arguments: argparse.Namespace, adapter: Full | Lora, *, checkpointing
     adapter.attach(pipe, 0)
     if checkpointing:
         pipe.transformer.enable_gradient_checkpointing()
-    return DiffusionPolicy(pipe, kernel=Flow(), steps=arguments.steps, output_type="latent")
+    return DiffusionPolicy(pipe, PolicyConfig(steps=arguments.steps), output_type="latent")
 
 
 def one_update(policy: DiffusionPolicy, execution: str, arguments: argparse.Namespace) -> tuple[float, float]:

@@ -19,27 +19,28 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from onetake.metrics import Log
+from onetake.metrics import PHASES, Log
 
 RECIPES = {"LoRA": "shapes", "full": "shapes-full"}
 
 
-def run(out: Path, recipe: str, execution: str, seed: int, overrides: list[str]) -> list[dict]:
-    folder = out / f"{recipe}-{execution}-{seed}"
-    new = [recipe, "--set", f"execution={execution}", "--set", f"seed={seed}", "--set", f"out={folder}"]
-    command = [sys.executable, "-m", "onetake", "train", *(["--resume", str(folder)] if folder.exists() else new)]
-    for override in overrides:
-        command += ["--set", override]
-    threads = {"OMP_NUM_THREADS": "1"}
-    subprocess.run(command, check=True, env=os.environ | threads, stdout=subprocess.DEVNULL)
+def train(folder: Path, recipe: str, changes: list[str]) -> list[dict]:
+    """The log of a run in a process of its own with one thread, continued if it is there already."""
+    start = ["--resume", str(folder)] if folder.exists() else [recipe, f"--set=out={folder}"]
+    command = [sys.executable, "-m", "onetake", "train", *start, *(f"--set={change}" for change in changes)]
+    subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
     return Log(folder / "metrics.jsonl").read()
+
+
+def run(out: Path, recipe: str, execution: str, seed: int, overrides: list[str]) -> list[dict]:
+    changes = [f"execution={execution}", f"seed={seed}", *overrides]
+    return train(out / f"{recipe}-{execution}-{seed}", recipe, changes)
 
 
 def summary(lines: list[dict]) -> dict[str, float]:
     evaluations = [line for line in lines if line["kind"] == "evaluation"]
     before, after = evaluations[0], evaluations[-1]
     updates = [line for line in lines if line["kind"] == "update"]
-    phases = ("sampling_s", "decoding_s", "reward_s", "backward_s", "optimizer_s")
     return {
         "before": before["success_rate"],
         "after": after["success_rate"],
@@ -49,7 +50,7 @@ def summary(lines: list[dict]) -> dict[str, float]:
         "diversity before": before["diversity"],
         "diversity after": after["diversity"],
         "n": after["n"],
-        "update_s": statistics.median(sum(line[p] for p in phases) for line in updates),
+        "update_s": statistics.median(sum(line[f"{phase}_s"] for phase in PHASES) for line in updates),
         "wall_s": after["wall_s"],
         "forwards": after["forwards"],
     }

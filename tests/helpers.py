@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import torch
+from safetensors.torch import load_file
 
 from onetake.advantages import Advantages
+from onetake.checkpoint import read
 from onetake.coefficients import Coefficients
 from onetake.execution import EXECUTIONS
 from onetake.execution.sampling import RolloutConfig, deal, sample
@@ -54,6 +59,25 @@ def gradient_of(policy: Policy, execution: str, *, objective=None, kl=None, **kw
     rollout = roll(policy, strategy, objective=objective, **kwargs)
     strategy.accumulate(policy, rollout, Coefficients(objective, rollout))
     return {name: p.grad.clone() for name, p in trainable(policy).items()}
+
+
+def weights(folder: Path, update: int | None = None) -> dict[str, torch.Tensor]:
+    """Of a run's last checkpoint, or that after `update`, whose digests are checked: the trained weights, and their averages."""
+    number = "*" if update is None else f"{update:06d}"
+    checkpoint = read(max((folder / "checkpoints").glob(f"update-{number}")))
+    return {
+        f"{kind}/{name}": tensor
+        for kind in ("weights", "ema")
+        for path in (checkpoint.folder / kind).rglob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
+
+
+def assert_close(lines: list[dict], wanted: list[dict]) -> None:
+    """Of a log: every value of the wanted lines, numbers up to rounding."""
+    for line, wanted_line in zip(lines, wanted, strict=True):
+        for key, value in wanted_line.items():
+            assert line[key] == (value if isinstance(value, str) else pytest.approx(value, rel=1e-3, abs=1e-5)), key
 
 
 def relative_error(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:

@@ -346,12 +346,13 @@ def tiny_policy(kind: str) -> Any:
     """A float64 pipeline of which adapters, or all weights, are trained."""
     from onetake.policies.adapters import Full, Lora
     from onetake.policies.diffusion import DiffusionPolicy
+    from onetake.policies.loading import PolicyConfig
     from tiny import tiny_sd3
 
     pipe = tiny_sd3(dtype=torch.float64)
     {"lora": Lora(rank=2), "full": Full()}[kind].attach(pipe, 0)
     pipe.transformer.double()
-    policy = DiffusionPolicy(pipe, kernel=Flow(), steps=3, call={"max_sequence_length": 8}, output_type="latent")
+    policy = DiffusionPolicy(pipe, PolicyConfig(steps=3, call={"max_sequence_length": 8}), output_type="latent")
     move(policy)
     return policy
 

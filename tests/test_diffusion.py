@@ -19,9 +19,10 @@ from onetake.objectives import Grpo, Kl
 from onetake.policies import trainable
 from onetake.policies.adapters import Full, Lora, apply_weights
 from onetake.policies.diffusion import DiffusionPolicy
+from onetake.policies.loading import PolicyConfig
 from onetake.records import Address, Prompt
 from onetake.selection import All, Single, Window
-from onetake.transitions import Cps, Flow
+from onetake.transitions import Cps
 from tiny import tiny_sd3
 
 PROMPTS = [Prompt(text) for text in ("first", "second", "third")]
@@ -37,7 +38,7 @@ def policy_on(adapter: str = "lora", *, guidance: float = 1.0, dtype=torch.float
         for name, parameter in pipe.transformer.named_parameters():
             if "lora_B" in name:
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-    return DiffusionPolicy(pipe, kernel=Flow(), steps=4, guidance=guidance, call=CALL | call)
+    return DiffusionPolicy(pipe, PolicyConfig(steps=4, guidance=guidance, call=CALL | call))
 
 
 def batches_of(policy: DiffusionPolicy, selection=All()):  # noqa: B008  immutable
@@ -99,9 +100,8 @@ def test_executions_agree_with_a_kl(adapter, guidance, way):
     frozen = {"transformer": tiny_sd3().transformer}
     pipe = tiny_sd3()
     ADAPTERS[adapter].attach(pipe, 0)
-    policy = DiffusionPolicy(
-        pipe, kernel=Flow(), steps=4, guidance=guidance, call=CALL, frozen=frozen if adapter == "full" else None
-    )
+    config = PolicyConfig(steps=4, guidance=guidance, call=CALL)
+    policy = DiffusionPolicy(pipe, config, frozen=frozen if adapter == "full" else None)
     policy.way = way
     start = gradient_of(policy, "recompute", config=SIZE)
     at_reference = gradient_of(policy, "recompute", config=SIZE, kl=Kl(beta=10.0))
@@ -219,7 +219,7 @@ def test_a_pipeline_without_flow_matching_is_refused():
     pipe = tiny_sd3()
     pipe.scheduler = DDIMScheduler()
     with pytest.raises(ValueError, match=r"samples with DDIMScheduler, which is not a flow-matching scheduler"):
-        DiffusionPolicy(pipe, kernel=Flow(), steps=4)
+        DiffusionPolicy(pipe, PolicyConfig(steps=4))
 
 
 def test_lora_targets_that_do_not_exist_are_refused():

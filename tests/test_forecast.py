@@ -30,28 +30,18 @@ from onetake.policies.blank import blank_policy
 from onetake.policies.diffusion import DiffusionPolicy
 from onetake.recipe import Recipe
 from onetake.records import Address
-from tiny import WORDS
+from tiny import tiny_recipe
 from tiny_families import CASES, tiny
 
 BUILT_IN = {"selection": "all", "rollout": {"groups": 2, "group_size": 4, "micro_batch": 2, "shared_start": False}}
 SMALL = BUILT_IN | {"evaluation": {"samples": 2, "prompts": 2}, "ema": {}}
-LORA, FULL = {"kind": "lora", "rank": 2}, "full"
 
 
-def tiny_recipe(name: str, root: Path, **changes) -> str:
+def recipe_of(name: str, root: Path, **changes) -> Recipe:
     """Of a case's pipeline, with three events of four steps; its folder is ``root/base``."""
     case = CASES[name]
-    tiny(name).save_pretrained(root / "base")
-    (root / "prompts.txt").write_text("\n".join(WORDS))
-    prompts = str(root / "prompts.txt")
-    policy = {"pipeline": str(root / "base"), "steps": 4, "guidance": case.guidance, "call": case.call}
-    tree = SMALL | {
-        "task": {"kind": "prompts", "train": prompts, "held_out": prompts, "reward": "jpeg"},
-        "policy": policy | {"trainable": LORA},
-    }
-    for key, value in changes.items():
-        tree[key] = tree[key] | value if key in tree and isinstance(value, dict) else value
-    return yaml.safe_dump(tree)
+    policy = {"steps": 4, "guidance": case.guidance, "call": case.call} | changes.pop("policy", {})
+    return config.load(tiny_recipe(root, tiny(name), **SMALL | {"policy": policy} | changes))
 
 
 def loaded(recipe: Recipe) -> DiffusionPolicy:
@@ -111,11 +101,7 @@ class Measured:
         del ema
 
 
-POLICIES = {
-    "sd3": ("sd3", {"policy": {"trainable": LORA}}),
-    "wan": ("wan-2.1", {"policy": {"trainable": LORA}}),
-    "built-in": (None, {"policy": {"trainable": FULL}}),
-}
+POLICIES = {"sd3": "sd3", "wan": "wan-2.1", "built-in": None}
 
 
 @pytest.fixture(scope="module")
@@ -124,13 +110,13 @@ def prepared(tmp_path_factory) -> Callable[[str], tuple[Recipe, DiffusionPolicy,
 
     @cache
     def prepare(key: str) -> tuple[Recipe, DiffusionPolicy, Forecast]:
-        name, changes = POLICIES[key]
+        name = POLICIES[key]
         root = tmp_path_factory.mktemp(key)
         if name is None:
-            tree = {"extends": "shapes"} | SMALL | {"policy": changes["policy"] | {"steps": 4}}
+            tree = {"extends": "shapes"} | SMALL | {"policy": {"trainable": "full", "steps": 4}}
             recipe = config.load(yaml.safe_dump(tree))
         else:
-            recipe = config.load(tiny_recipe(name, root, **changes))
+            recipe = recipe_of(name, root)
         policy = loaded(recipe)
         lose_weights(root)
         return recipe, policy, Forecast(recipe)
@@ -187,7 +173,7 @@ def test_executions_rank_as_measured(prepared):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_have_their_real_dtypes(tmp_path, dtype):
     """Also those that stay float32 in a bfloat16 pipeline, and tied ones."""
-    recipe = config.load(tiny_recipe("wan-2.1", tmp_path, policy={"dtype": dtype}))
+    recipe = recipe_of("wan-2.1", tmp_path, policy={"dtype": dtype})
     policy = loaded(recipe)
     lose_weights(tmp_path)
     blank = blank_policy(recipe.policy, recipe.pipeline_source, recipe.seed)
@@ -222,7 +208,7 @@ def test_a_pipeline_that_asks_for_values_is_named(tmp_path, monkeypatch):
         return decode(vae, latents, **options)
 
     monkeypatch.setattr(AutoencoderKL, "decode", asking)
-    forecast = Forecast(config.load(tiny_recipe("sd3", tmp_path)))
+    forecast = Forecast(recipe_of("sd3", tmp_path))
     own = forecast.own()
     assert [phase.name for phase in own.phases] == ["loading", "optimizer's state"]
     assert "StableDiffusion3Pipeline asks for the values of tensors (aten._local_scalar_dense" in (own.problem or "")
@@ -231,7 +217,7 @@ def test_a_pipeline_that_asks_for_values_is_named(tmp_path, monkeypatch):
 
 def test_the_command(tmp_path):
     rollout = {"groups": 2, "group_size": 2, "micro_batch": 2}
-    (tmp_path / "recipe.yaml").write_text(tiny_recipe("sd3", tmp_path, rollout=rollout))
+    (tmp_path / "recipe.yaml").write_text(config.dump(recipe_of("sd3", tmp_path, rollout=rollout)))
     lose_weights(tmp_path)
     run = CliRunner().invoke(app, ["plan", str(tmp_path / "recipe.yaml"), "--memory", "100 kB"])
     assert run.exit_code == 2, run.output

@@ -10,9 +10,9 @@ from onetake.execution.sampling import RolloutConfig, deal
 from onetake.objectives import Grpo
 from onetake.policies.adapters import Full
 from onetake.policies.diffusion import DiffusionPolicy
+from onetake.policies.loading import PolicyConfig
 from onetake.records import Address, Transition
 from onetake.selection import Window
-from onetake.transitions import Flow
 from tiny_families import CASES, tiny
 
 SCALE = 3.0
@@ -45,9 +45,8 @@ def test_both_halves_get_a_gradient(name, when):
     way, call = KINDS[name]
     pipe = tiny(name)
     Full().attach(pipe, 0)
-    policy = DiffusionPolicy(
-        pipe, kernel=Flow(), steps=3, guidance=SCALE, call=CASES[name].call | call, output_type="latent"
-    )
+    config = PolicyConfig(steps=3, guidance=SCALE, call=CASES[name].call | call)
+    policy = DiffusionPolicy(pipe, config, output_type="latent")
     size = RolloutConfig(groups=1, group_size=2, micro_batch=2)
     window = Window(size=1, start=1, place="fixed")
     (batch,) = deal(size, PROMPTS, policy, window, Grpo(), Address(seed=0, stream="train", update=0))
@@ -67,9 +66,8 @@ def test_both_halves_get_a_gradient(name, when):
 def test_embedded_guidance_is_one_call_whose_input_is_trained_with():
     pipe = tiny("flux")
     Full().attach(pipe, 0)
-    policy = DiffusionPolicy(
-        pipe, kernel=Flow(), steps=3, guidance=SCALE, call=CASES["flux"].call, output_type="latent"
-    )
+    config = PolicyConfig(steps=3, guidance=SCALE, call=CASES["flux"].call)
+    policy = DiffusionPolicy(pipe, config, output_type="latent")
     size = RolloutConfig(groups=1, group_size=2, micro_batch=2)
     (batch,) = deal(size, PROMPTS, policy, Window(size=1), Grpo(), Address(seed=0, stream="train", update=0))
     answers, seen = answers_of(policy, lambda observe: policy.rollout(batch, observe, grad=True))

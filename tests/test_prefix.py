@@ -14,7 +14,8 @@ from onetake.execution.preflight import PreflightError, preflight
 from onetake.execution.sampling import RolloutConfig, deal, sample
 from onetake.objectives import Grpo
 from onetake.policies.diffusion import DiffusionPolicy
-from onetake.policies.finish import DpmSolver
+from onetake.policies.finish import DpmSolver, Euler
+from onetake.policies.loading import PolicyConfig
 from onetake.policies.toy import ToyPolicy
 from onetake.records import Address
 from onetake.selection import Fraction, Single, Window
@@ -108,13 +109,13 @@ def test_preflight_refuses_a_prefix_that_cannot_be_shared():
 # A higher-order solver after the window
 
 
-def solver_policy(steps: int, finish: DpmSolver | None) -> DiffusionPolicy:
+def solver_policy(steps: int, finish: DpmSolver | Euler) -> DiffusionPolicy:
     pipe = tiny_sd3()
     pipe.transformer.requires_grad_(False)
-    return DiffusionPolicy(pipe, kernel=Flow(), steps=steps, call=CALL, output_type="latent", finish=finish)
+    return DiffusionPolicy(pipe, PolicyConfig(steps=steps, call=CALL, finish=finish), output_type="latent")
 
 
-def final(steps: int, finish: DpmSolver | None = None) -> torch.Tensor:
+def final(steps: int, finish: DpmSolver | Euler = Euler()) -> torch.Tensor:  # noqa: B008  immutable
     """The latent after one event and the deterministic rest."""
     policy = solver_policy(steps, finish)
     selection = Window(size=1, place="fixed")
@@ -167,7 +168,7 @@ def test_second_order_needs_fewer_steps_for_the_same_accuracy():
 def test_a_compressed_rest_keeps_the_gradient_exact_and_costs_what_it_says(execution, share, rest):
     """Events 1 and 2 of 8 steps: three steps up to the window's end, and the kept ones of the other five."""
     policy = policy_on()
-    policy = DiffusionPolicy(policy.pipe, kernel=Flow(), steps=8, call=CALL, finish=DpmSolver(share=share))
+    policy = DiffusionPolicy(policy.pipe, PolicyConfig(steps=8, call=CALL, finish=DpmSolver(share=share)))
     window, config = Window(size=2, start=1, place="fixed"), shape(4)
     preflight(policy, Retain(), Grpo(), dealt(policy, config, window))
     policy.forwards = 0
@@ -183,6 +184,6 @@ def test_evaluation_takes_every_step():
     (batch, *_) = dealt(policy, shape(4), Window(size=1, place="fixed"))
     still = replace(batch, stochastic=torch.zeros_like(batch.stochastic), last=None)
     ours = policy.rollout(still, pytest.fail, grad=False)
-    plain = solver_policy(8, None)
+    plain = solver_policy(8, Euler())
     assert torch.equal(ours, plain.rollout(still, pytest.fail, grad=False))
     assert policy.forwards == plain.forwards == 4 * 8

@@ -14,12 +14,12 @@ from onetake import cli, config
 from onetake.metrics import Log
 from onetake.policies import prompts
 from onetake.policies.diffusion import DiffusionPolicy
+from onetake.policies.loading import PolicyConfig
 from onetake.records import Prompt
 from onetake.rewards import load_rewards
 from onetake.tasks.prompts import read
 from onetake.train import Watcher, train
-from onetake.transitions import Flow
-from test_diffusion import ode_batch, policy_on
+from test_diffusion import CALL, ode_batch, policy_on
 from tiny import tiny_recipe
 from tiny_families import tiny
 from tiny_parts import OTHER_PICTURE, PICTURE
@@ -122,8 +122,8 @@ def test_a_line_replaces_the_negative_prompt():
     """Where it says nothing the policy's holds; and an empty one is one."""
     drawn = {}
     for own in ("", "third"):
-        policy = policy_on(guidance=3.0)
-        policy._negative_prompt = own
+        config = PolicyConfig(steps=4, guidance=3.0, call=CALL, negative_prompt=own)
+        policy = DiffusionPolicy(policy_on().pipe, config)
         for negative in (None, "", "third"):
             batch = replace(ode_batch(policy), prompt=Prompt("first", negative=negative))
             drawn[own, negative] = policy.rollout(batch, pytest.fail, grad=False)
@@ -148,7 +148,7 @@ def test_embeddings_of_so_many_prompts_are_kept(kept, encoded, monkeypatch):
 
 
 def test_sizes_that_would_follow_the_pictures_are_refused(folder):
-    policy = DiffusionPolicy(tiny("flux-kontext"), kernel=Flow(), steps=2, call={"max_sequence_length": 8})
+    policy = DiffusionPolicy(tiny("flux-kontext"), PolicyConfig(steps=2, call={"max_sequence_length": 8}))
     policy.check([Prompt("first")])
     with pytest.raises(ValueError, match=r"policy\.call\.height: FluxKontextPipeline would take it from each prompt's"):
         policy.check([Prompt("first", (folder / "b.png",))])
@@ -159,8 +159,8 @@ def test_sizes_that_would_follow_the_pictures_are_refused(folder):
 @pytest.mark.parametrize(("name", "guidance"), [("flux2-klein", 3.0), ("sd3", 1.0)])
 def test_a_negative_prompt_that_would_be_ignored_is_refused(name, guidance):
     """The call of FLUX.2 klein takes none, that of Stable Diffusion 3 ignores it without guidance."""
-    settings = {"kernel": Flow(), "steps": 2, "guidance": guidance}
-    policy = DiffusionPolicy(tiny(name), **settings)
+    settings = {"steps": 2, "guidance": guidance}
+    policy = DiffusionPolicy(tiny(name), PolicyConfig(**settings))
     policy.check([Prompt("first", negative="")])
     with pytest.raises(
         ValueError, match=r"task: the negative prompt of 'first': .* would not use it as it is called here"
@@ -169,7 +169,7 @@ def test_a_negative_prompt_that_would_be_ignored_is_refused(name, guidance):
     with pytest.raises(
         ValueError, match=r"policy\.negative_prompt: .* would not use it as it is called here; leave it out"
     ):
-        DiffusionPolicy(tiny(name), **settings, negative_prompt="second")
+        DiffusionPolicy(tiny(name), PolicyConfig(**settings, negative_prompt="second"))
 
 
 def test_training_and_sampling_with_pictures(folder):

@@ -28,10 +28,10 @@ from onetake.objectives import Grpo
 from onetake.policies.adapters import Lora
 from onetake.policies.diffusion import DiffusionPolicy
 from onetake.policies.families import FAMILIES, REFUSED, family_of, refuse
+from onetake.policies.loading import PolicyConfig
 from onetake.policies.scheduler import RolloutScheduler
 from onetake.records import Address, MicroBatch, Prompt
 from onetake.selection import All
-from onetake.transitions import Flow
 from tiny import tiny_sd3
 from tiny_families import tiny
 
@@ -39,7 +39,7 @@ CALL = {"max_sequence_length": 8}
 
 
 def policy_on(pipe, **call) -> DiffusionPolicy:
-    return DiffusionPolicy(pipe, kernel=Flow(), steps=4, call=CALL | call)
+    return DiffusionPolicy(pipe, PolicyConfig(steps=4, call=CALL | call))
 
 
 def batches_of(policy: DiffusionPolicy) -> list[MicroBatch]:
@@ -125,21 +125,21 @@ def test_call_arguments_that_the_pipeline_does_not_take_are_named():
     ):
         policy_on(tiny_sd3(), true_cfg=2.0)
     with pytest.raises(ValueError, match=r"policy\.call\.true_cfg_scale: is what policy\.guidance sets for QwenImage"):
-        DiffusionPolicy(tiny("qwen-image"), kernel=Flow(), steps=4, call={"true_cfg_scale": 2.0})
+        DiffusionPolicy(tiny("qwen-image"), PolicyConfig(steps=4, call={"true_cfg_scale": 2.0}))
 
 
 def test_a_cache_is_refused():
     pipe = tiny("flux")
     pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1))
     with pytest.raises(ValueError, match=r"transformer has a cache on, .* call disable_cache\(\)"):
-        DiffusionPolicy(pipe, kernel=Flow(), steps=4)
+        DiffusionPolicy(pipe, PolicyConfig(steps=4))
 
 
 def test_momentum_is_refused():
     pipe = tiny("hunyuan-video-1.5")
     pipe.guider = AdaptiveProjectedGuidance(adaptive_projected_guidance_momentum=-0.5)
     with pytest.raises(ValueError, match="the guider of HunyuanVideo15Pipeline has momentum"):
-        DiffusionPolicy(pipe, kernel=Flow(), steps=4)
+        DiffusionPolicy(pipe, PolicyConfig(steps=4))
 
 
 def test_noise_levels_above_one_are_refused():

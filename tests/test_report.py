@@ -88,8 +88,8 @@ def test_charts_take_their_colours_from_the_style_sheet(page: str):
     "values", [[0.0, 0.0], [1.0, 1.0 + 1e-9], [0.0012, 0.0019], [1e-5, 3.0], [12e3, 4e6], [math.nan, 2.0]]
 )
 def test_ticks_can_be_told_apart(values: list[float]):
-    curve = Curve(x=[1, 2], y=values, colour="run1", low=[0.9 * v for v in values], high=values)
-    svg = chart([curve], Axis(name="a", title="a", x_label="update", log=True))
+    curve = Curve(x=[1, 2], y=values, colour="run1", band=([0.9 * v for v in values], values))
+    svg = chart([curve], Axis(name="a", log=True), "a")
     labels = re.findall(r"text-anchor: end[^>]*>\s*([^<]*)<", svg)[1:]  # the first is the label of the x-axis
     assert len(labels) == len(set(labels))
     assert len(labels) >= 2

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from helpers import weights
 from onetake import config
 from onetake.checkpoint import CheckpointConfig, Checkpoints
 from onetake.evaluation import evaluate
@@ -63,17 +63,12 @@ def resume(folder: Path, *overrides: str, say=lambda text: None):
     return train(session.recipe, folder, config.dump(session.recipe), Watcher(say=say))
 
 
-def final_weights(folder: Path) -> dict[str, torch.Tensor]:
-    last = sorted((folder / "checkpoints").glob("update-*"))[-1]
-    return load_file(last / "weights" / "pytorch_lora_weights.safetensors")
-
-
 def untimed(folder: Path) -> list[dict]:
     return [{k: v for k, v in line.items() if k not in TIMES} for line in Log(folder / "metrics.jsonl").read()]
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    a, b = final_weights(one), final_weights(other)
+    a, b = weights(one), weights(other)
     assert all(torch.equal(a[name], b[name]) for name in a | b)
     assert untimed(one) == untimed(other)
 
@@ -110,13 +105,11 @@ def test_with_ema_resumed_equals_uninterrupted_and_evaluations_use_the_average(r
     run(recipe_file, tmp_path / "whole", *average)
     run(recipe_file, tmp_path / "halves", *average, "updates=3")
     resume(tmp_path / "halves", "updates=6")
-    last = "checkpoints/update-000006/{}/pytorch_lora_weights.safetensors"
-    raw, ema = (load_file(tmp_path / "whole" / last.format(name)) for name in ("weights", "ema"))
-    assert all(torch.equal(raw[name], value) for name, value in final_weights(whole).items())  # training is untouched
-    assert any(not torch.equal(raw[name], ema[name]) for name in raw)
-    for name in ("weights", "ema"):
-        a, b = (load_file(tmp_path / run_name / last.format(name)) for run_name in ("whole", "halves"))
-        assert all(torch.equal(a[key], b[key]) for key in a)
+    ours, halves, without = weights(tmp_path / "whole"), weights(tmp_path / "halves"), weights(whole)
+    assert len(ours) == 2 * len(without)
+    assert all(torch.equal(ours[name], value) for name, value in without.items())  # training is untouched
+    assert any(not torch.equal(value, ours[name.replace("weights/", "ema/")]) for name, value in without.items())
+    assert all(torch.equal(ours[name], halves[name]) for name in ours | halves)
 
     recipe, session = (
         config.load(recipe_file.read_text()),
@@ -125,7 +118,7 @@ def test_with_ema_resumed_equals_uninterrupted_and_evaluations_use_the_average(r
     pipe = load_pipeline(recipe.pipeline_source, recipe.policy)
     recipe.policy.trainable.attach(pipe, recipe.seed)
     recipe.policy.trainable.load(pipe, session.latest(print).evaluated)
-    policy = DiffusionPolicy(pipe, kernel=recipe.policy.kernel, steps=3, call=recipe.policy.call)
+    policy = DiffusionPolicy(pipe, recipe.policy)
     again = evaluate(policy, recipe.task.load(), recipe.evaluation, seed=recipe.seed)
     logged = [line for line in Log(tmp_path / "whole" / "metrics.jsonl").read() if line["kind"] == "evaluation"][-1]
     assert float(again.scores.mean()) == logged["score_mean"]
@@ -135,7 +128,7 @@ def test_growing_updates_continues_the_same_run(recipe_file, whole, tmp_path):
     folder = tmp_path / "run"
     run(recipe_file, folder, "updates=3")
     resume(folder, "updates=6")
-    a, b = final_weights(whole), final_weights(folder)
+    a, b = weights(whole), weights(folder)
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
@@ -157,7 +150,7 @@ def test_damaged_checkpoint_falls_back_and_says_so(recipe_file, whole, tmp_path,
         file.unlink()
     resume(folder, "updates=6", say=said.append)
     assert any("update-000004 is damaged" in line and "falling back" in line for line in said)
-    a, b = final_weights(whole), final_weights(folder)
+    a, b = weights(whole), weights(folder)
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
@@ -220,9 +213,9 @@ def test_curves_of_the_three_executions_coincide(recipe_file, whole, tmp_path):
     for execution in ("recompute", "reweight"):
         run(recipe_file, tmp_path / execution, f"execution={execution}")
     reference, native, banked = (
-        final_weights(whole),
-        final_weights(tmp_path / "recompute"),
-        final_weights(tmp_path / "reweight"),
+        weights(whole),
+        weights(tmp_path / "recompute"),
+        weights(tmp_path / "reweight"),
     )
     assert all(torch.equal(native[name], reference[name]) for name in reference)
     assert all(torch.allclose(banked[name], reference[name], rtol=1e-2, atol=1e-3) for name in reference)

@@ -7,14 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
-import yaml
 from diffusers import SD3Transformer2DModel
-from safetensors.torch import load_file
 
-from helpers import relative_error
+from helpers import assert_close, relative_error, weights
 from onetake import config
-from onetake.checkpoint import read
 from onetake.execution import EXECUTIONS
 from onetake.execution.sampling import RolloutConfig
 from onetake.parallel import ALONE, ParallelConfig
@@ -30,7 +26,7 @@ from ranks import (
 )
 from test_resume import untimed
 from test_scaling import predicted
-from tiny import tiny_task
+from tiny import tiny_recipe
 
 SHARED = {"groups": 2, "group_size": 2, "micro_batch": 1, "layout": "shared-prompt"}
 CONVENTIONALLY = {**SHARED, "micro_batch": 2, "layout": "conventional"}
@@ -46,25 +42,19 @@ def name_of(case) -> str:
 @pytest.fixture(scope="module")
 def recipe_file(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("recipe")
-    task, pipeline = tiny_task(root)
-    tree = {
-        "task": task,
-        "policy": {
-            "pipeline": pipeline,
-            "steps": 3,
-            "call": {"max_sequence_length": 8},
-            "trainable": {"kind": "full"},
-        },
-        "execution": "reweight",
-        "rollout": {"groups": 1, "group_size": 4, "micro_batch": 1},
-        "kl": {"beta": 0.1},
-        "ema": {"decay": 0.5, "every": 1},
-        "optimizer": {"learning_rate": 0.01, "eps": 1e-3},  # rounding moves a small gradient little
-        "evaluation": {"every": 2, "samples": 2},
-        "checkpoint": {"every": 1, "keep": 2},
-        "updates": 2,
-    }
-    (root / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    text = tiny_recipe(
+        root,
+        policy={"trainable": {"kind": "full"}},
+        execution="reweight",
+        rollout={"groups": 1, "micro_batch": 1},
+        kl={"beta": 0.1},
+        ema={"decay": 0.5, "every": 1},
+        optimizer={"learning_rate": 0.01, "eps": 1e-3},  # rounding moves a small gradient little
+        evaluation={"every": 2, "samples": 2},
+        checkpoint={"every": 1, "keep": 2},
+        updates=2,
+    )
+    (root / "recipe.yaml").write_text(text)
     return root / "recipe.yaml"
 
 
@@ -158,30 +148,13 @@ def assert_predicted(case, found: dict, ranks: int, shards: int) -> None:
     assert sorted((names.get(name, name), size) for name, size in sent) == wanted
 
 
-def weights(folder: Path, update: int = 2) -> dict[str, torch.Tensor]:
-    checkpoint = read(folder / "checkpoints" / f"update-{update:06d}")  # its digests are checked
-    return {
-        f"{kind}/{name}": tensor
-        for kind in ("weights", "ema")
-        for path in (checkpoint.folder / kind).rglob("*.safetensors")
-        for name, tensor in load_file(path).items()
-    }
-
-
 def assert_same_run(found: Path, wanted: Path) -> None:
-    ours, theirs = weights(found), weights(wanted)
+    ours, theirs = weights(found, 2), weights(wanted, 2)
     assert ours.keys() == theirs.keys()
     assert relative_error(ours, theirs) < 1e-5
     moved = {name: tensor - weights(wanted, 1)[name] for name, tensor in theirs.items()}
     assert relative_error({name: tensor - weights(wanted, 1)[name] for name, tensor in ours.items()}, moved) < 1e-2
-    lines, wanted_lines = untimed(found), untimed(wanted)
-    for line, wanted_line in zip(
-        (line for line in lines if line["kind"] == "update"),
-        (line for line in wanted_lines if line["kind"] == "update"),
-        strict=True,
-    ):
-        for key, value in wanted_line.items():
-            assert line[key] == (value if isinstance(value, str) else pytest.approx(value, rel=1e-3, abs=1e-5)), key
+    assert_close(*([line for line in untimed(run) if line["kind"] == "update"] for run in (found, wanted)))
 
 
 def test_saved_by_one_process_and_resumed_sharded_equals_uninterrupted(two, one):

@@ -25,7 +25,6 @@ from onetake.policies.prompts import KEPT, Embeddings
 from onetake.policies.switches import Vae
 from onetake.records import Address, Prompt
 from onetake.selection import All
-from onetake.transitions import Flow
 from tiny import WORDS, tiny_sd3
 from tiny_families import CASES, tiny
 
@@ -147,7 +146,7 @@ def test_offloading_changes_nothing(policy, name):
 
 def test_a_pipeline_whose_prompts_stay_text_is_refused():
     with pytest.raises(ValueError, match=r"policy\.offload_text_encoders: Unheard embeds its prompts anew"):
-        DiffusionPolicy(Unheard(**tiny_sd3().components), kernel=Flow(), steps=3, offload_text_encoders=True)
+        DiffusionPolicy(Unheard(**tiny_sd3().components), PolicyConfig(steps=3, offload_text_encoders=True))
 
 
 def test_the_latest_prompts_are_kept():

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -123,33 +123,33 @@ class Checkpoints:
 
     def latest(self, say: Callable[[str], None]) -> Checkpoint | None:
         """The newest whole checkpoint. Damaged ones are passed over, and `say` is told which and why."""
-        for folder in reversed(self._folders()):
-            try:
-                return read(folder)
-            except ValueError as error:
-                say(f"{error}; falling back to the checkpoint before it")
-        return None
+        return next(self._whole(say), None)
 
     def best(self) -> Checkpoint | None:
         """The checkpoint with the best held-out score among those kept."""
         return _best(self._whole())
 
-    def _whole(self) -> list[Checkpoint]:
-        return [checkpoint for folder in self._folders() if (checkpoint := _try_read(folder))]
+    def _whole(self, say: Callable[[str], None] = lambda text: None) -> Iterator[Checkpoint]:
+        """From the newest on."""
+        for folder in reversed(self._folders()):
+            try:
+                yield read(folder)
+            except ValueError as error:
+                say(f"{error}; falling back to the checkpoint before it")
 
     def _folders(self) -> list[Path]:
         return sorted(p for p in self._root.glob("update-*") if p.is_dir())
 
     def _prune(self) -> None:
         """Damaged checkpoints go too: they must not count among those kept."""
-        whole = self._whole()
-        kept = {c.folder for c in [*whole[-self._config.keep :], _best(whole)] if c is not None}
+        whole = list(self._whole())
+        kept = {c.folder for c in [*whole[: self._config.keep], _best(whole)] if c is not None}
         for folder in self._folders():
             if folder not in kept:
                 shutil.rmtree(folder)
 
 
-def _best(checkpoints: list[Checkpoint]) -> Checkpoint | None:
+def _best(checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
     scored = [c for c in checkpoints if c.state.held_out is not None]
     return max(scored, key=lambda c: (c.state.held_out, c.state.update), default=None)
 
@@ -169,13 +169,6 @@ def read(folder: Path) -> Checkpoint:
         if _digest(path) != digest:
             raise ValueError(f"checkpoint {folder} is damaged: {name} is not what was written")
     return Checkpoint(folder=folder, state=State(**content["state"]))
-
-
-def _try_read(folder: Path) -> Checkpoint | None:
-    try:
-        return read(folder)
-    except ValueError:
-        return None
 
 
 def _content_digest(content: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from onetake.language.recipe import LanguageRecipe
 from onetake.recipe import Recipe
 from onetake.records import nearest
+from onetake.report.text import flatten
 
 
 class RecipeError(ValueError):
@@ -100,7 +101,7 @@ def dump(recipe: BaseModel) -> str:
 
 def changes(old: Recipe | LanguageRecipe, new: Recipe | LanguageRecipe) -> list[str]:
     """``key: old → new`` for every value that differs, but for those that may: `updates` (grow), `out`, `parallel`."""
-    before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
+    before, after = flatten(old.model_dump(mode="json")), flatten(new.model_dump(mode="json"))
     keys = [
         k for k in before | after if before.get(k) != after.get(k) and k not in ("updates", "out", "parallel.shard")
     ]
@@ -168,13 +169,3 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for part in get_args(annotation) for model in _models(part)]
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict) or not tree:
-        return {prefix: tree}
-    return {
-        key: value
-        for name, child in tree.items()
-        for key, value in _flat(child, f"{prefix}{'.' if prefix else ''}{name}").items()
-    }

@@ -8,7 +8,7 @@ event weights.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Protocol, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from pydantic import BeforeValidator, Field
@@ -22,44 +22,8 @@ EventWeights = Literal["uniform", "rectified", "noise_aware"]
 (Flash-GRPO); ``noise_aware`` multiplies by the transition's std (TempFlow-GRPO, arXiv 2508.04324)."""
 
 
-class Surrogate(Protocol):
-    """What executions need of an objective."""
-
-    def problem(self, kernel: Kernel) -> str | None:
-        """Why it cannot be used with `kernel`, or None."""
-        ...
-
-    def limit(self, dims: int) -> str:
-        """One line: where the trust region ends, in nats of an event with `dims` dimensions."""
-        ...
-
-    def weights(self, kernel: Kernel, sigmas: Sequence[float], events: Tensor) -> Tensor:
-        """(T,) float64 factor of ∇ℓ at ratio 1, up to a constant; `events` (..., T) bool: what the whole update trains."""
-        ...
-
-    def log_prob(self, new: Transition, old: Transition) -> Tensor:
-        """(B,) the scored quantity, with the graph of `new`; where the policy is unchanged its gradient is ∇ℓ."""
-        ...
-
-    def log_ratio_scale(self, old: Transition) -> float:
-        """s in r = exp(s·(log_prob − old log_prob))."""
-        ...
-
-    def loss_weight(self, weight: float, old: Transition) -> float:
-        """Factor of the event's loss that makes ω = −A·constant·weight at ratio 1."""
-        ...
-
-    def terms(self, log_ratio: Tensor, advantage: Tensor, divergence: Tensor) -> Tensor:
-        """Loss of each event, elementwise; `divergence` is KL(old ‖ new) per dimension, in nats, without graph."""
-        ...
-
-    def removed(self, log_ratio: Tensor, advantage: Tensor, divergence: Tensor) -> Tensor:
-        """Events whose gradient `terms` takes away."""
-        ...
-
-
 class _LikelihoodRatio(Config):
-    """What objectives on r = exp(s·(ℓ − ℓ_old)) share.
+    """What objectives on r = exp(s·(ℓ − ℓ_old)) share. Its methods and those of `Grpo` are what every objective has.
 
     ``scale: per_dim`` is s = 1/D, as in all public diffusion code, so that published limits keep their meaning.
     ``scale: exact`` is s = 1, the true likelihood ratio. ``scale: published_cps`` is s = 2S²/D: public code for the kernel
@@ -70,6 +34,7 @@ class _LikelihoodRatio(Config):
     event_weights: EventWeights = "uniform"
 
     def problem(self, kernel: Kernel) -> str | None:
+        """Why it cannot be used with `kernel`, or None."""
         if self.scale == "published_cps" and kernel.kind != "cps":
             return (
                 f"objective.scale: published_cps is what public code does under policy.kernel: cps, but the kernel is "
@@ -78,6 +43,7 @@ class _LikelihoodRatio(Config):
         return None
 
     def weights(self, kernel: Kernel, sigmas: Sequence[float], events: Tensor) -> Tensor:
+        """(T,) float64 factor of ∇ℓ at ratio 1, up to a constant; `events` (..., T) bool: what the whole update trains."""
         weights = _event_weights(self.event_weights, kernel, sigmas, events)
         if self.scale != "published_cps":
             return weights
@@ -86,14 +52,17 @@ class _LikelihoodRatio(Config):
         )
 
     def log_prob(self, new: Transition, old: Transition) -> Tensor:
+        """(B,) the scored quantity, with the graph of `new`; where the policy is unchanged its gradient is ∇ℓ."""
         return new.log_prob
 
     def log_ratio_scale(self, old: Transition) -> float:
+        """s in r = exp(s·(log_prob − old log_prob))."""
         if self.scale == "published_cps":
             return 2 * old.std**2 / old.dims
         return 1 / old.dims if self.scale == "per_dim" else 1.0
 
     def loss_weight(self, weight: float, old: Transition) -> float:
+        """Factor of the event's loss that makes ω = −A·constant·weight at ratio 1."""
         return weight / (2 * old.std**2) if self.scale == "published_cps" else weight
 
 
@@ -105,15 +74,18 @@ class Grpo(_LikelihoodRatio):
     clip_high: float = Field(default=1e-4, gt=0)
 
     def limit(self, dims: int) -> str:
+        """One line: where the trust region ends, in nats of an event with `dims` dimensions."""
         nats = self.clip_high * (1 if self.scale == "exact" else dims)
         if self.scale == "published_cps":
             return f"clip {self.clip_high:g} (2S²/D, D = {dims:,}): reached when its log_prob moves by {nats:.3g}/(2S²) nats"
         return f"clip {self.clip_high:g} ({self.scale}, D = {dims:,}): reached when an event's log_prob moves by {nats:.3g} nats"
 
     def terms(self, log_ratio: Tensor, advantage: Tensor, divergence: Tensor) -> Tensor:
+        """Loss of each event, elementwise; `divergence` is KL(old ‖ new) per dimension, in nats, without graph."""
         return _clip(log_ratio, advantage, self.clip_low, self.clip_high)
 
     def removed(self, log_ratio: Tensor, advantage: Tensor, divergence: Tensor) -> Tensor:
+        """Events whose gradient `terms` takes away."""
         return _clipped(log_ratio, advantage, self.clip_low, self.clip_high)
 
 

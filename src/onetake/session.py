@@ -197,15 +197,8 @@ def draw(checkpoint: Path, prompts: list[Prompt], out: Path, *, images: int, see
     pipe = load_pipeline(recipe.pipeline_source, chosen)
     apply_weights(pipe, found.evaluated)
     pipe.to(device_of(recipe))
-    policy = DiffusionPolicy(
-        pipe,
-        kernel=chosen.kernel,
-        steps=recipe.evaluation.steps or chosen.steps,
-        guidance=chosen.guidance,
-        negative_prompt=chosen.negative_prompt,
-        call=chosen.call,
-        output_type="pil",
-    )
+    steps = recipe.evaluation.steps or chosen.steps
+    policy = DiffusionPolicy(pipe, chosen.model_copy(update={"steps": steps}), output_type="pil")
     policy.check(prompts)
     out.mkdir(parents=True, exist_ok=True)
     paths = []

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,19 +22,26 @@ from torch import Tensor, nn
 
 
 class _RecordedLinear(torch.autograd.Function):
-    """``F.linear`` whose backward hands (input, output gradient) to a callback instead of forming weight gradients."""
+    """``F.linear`` whose backward, while its bank collects, hands over (input, output gradient) and forms no weight gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, record: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, bank: Bank, layer: nn.Linear) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.record = record
+        ctx.bank, ctx.layer = bank, layer
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        ctx.record(x.detach(), grad)
-        return (grad @ weight if ctx.needs_input_grad[0] else None), None, None, None
+        of_x, of_weight, of_bias, *_ = ctx.needs_input_grad
+        grad_x, grad_weight, grad_bias = grad @ weight if of_x else None, None, None
+        if ctx.bank.banking:
+            ctx.bank.record_matrix(ctx.layer, x.detach(), grad)
+        else:
+            rows = grad.flatten(0, -2)
+            grad_weight = rows.mT @ x.flatten(0, -2).to(rows.dtype) if of_weight else None
+            grad_bias = rows.sum(0) if of_bias else None
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 class _Account:
@@ -90,7 +97,7 @@ class Bank:
         self._accounts: dict[nn.Parameter, _Account] = {}
         self._sums: dict[nn.Parameter, Tensor] = {}  # (B, *shape) of biases and scales, and of everything when B = 1
         self._direct: dict[nn.Parameter, Tensor] = {}  # (*shape) of terms that no advantage scales
-        self._now: Literal["event", "direct"] | None = None  # what our own backward is of; those of others bank nothing
+        self.banking = False  # while `add` goes backward; what others do is autograd's own
         if samples > 1:
             self._owners = _owners(module, parameters)
 
@@ -122,24 +129,19 @@ class Bank:
                 self._add_sum(parameter, gradient[None])
             return
         before = {p: p.grad for p in self._parameters.values()}
-        with self._backward("event"):
+        self.banking = True
+        try:
             log_prob.backward(cotangent, retain_graph=retain_graph)
+        finally:
+            self.banking = False
         for parameter, gradient in before.items():  # what hooked layers summed over rows is not wanted
             parameter.grad = gradient
 
     def add_direct(self, term: Tensor, cotangent: Tensor) -> None:
         """Backpropagate Σ_i cotangent_i · term_i, a term that no advantage scales, and bank its sum. Frees the graph."""
-        with self._backward("direct"):
-            for parameter, gradient in self._gradients(term, cotangent, retain_graph=False):
-                self._add_direct(parameter, gradient)
-
-    @contextmanager
-    def _backward(self, of: Literal["event", "direct"]) -> Iterator[None]:
-        self._now = of
-        try:
-            yield
-        finally:
-            self._now = None
+        for parameter, gradient in self._gradients(term, cotangent, retain_graph=False):
+            known = self._direct.get(parameter)
+            self._direct[parameter] = gradient if known is None else known + gradient
 
     @property
     def waiting(self) -> dict[nn.Parameter, list[tuple[torch.Size, torch.Size]]]:
@@ -166,7 +168,7 @@ class Bank:
     def _gradients(
         self, output: Tensor, cotangent: Tensor, retain_graph: bool
     ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Autograd's own gradients, where there are any (recorded linear layers give theirs to `_record_matrix`)."""
+        """Autograd's own gradients, where there are any."""
         parameters = list(self._parameters.values())
         gradients = torch.autograd.grad(output, parameters, cotangent, retain_graph=retain_graph, allow_unused=True)
         for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -176,21 +178,19 @@ class Bank:
     def _linear_forward(self, layer: nn.Linear, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return F.linear(x, layer.weight, layer.bias)
-        return _RecordedLinear.apply(x, layer.weight, layer.bias, partial(self._record_matrix, layer))
+        return _RecordedLinear.apply(x, layer.weight, layer.bias, self, layer)
 
     def _watch(self, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         if torch.is_grad_enabled() and output.requires_grad:
             x = args[0].detach()
             if isinstance(layer, nn.Conv2d):
-                output.register_hook(lambda grad: self._record_matrix(layer, _patches(layer, x), grad.flatten(2).mT))
+                output.register_hook(lambda grad: self.record_matrix(layer, _patches(layer, x), grad.flatten(2).mT))
             else:
                 output.register_hook(lambda grad: self._record_scale(layer, x, grad))
 
-    def _record_matrix(self, layer: nn.Linear | nn.Conv2d, x: Tensor, grad: Tensor) -> None:
-        if self._now == "direct" and isinstance(layer, nn.Linear):
-            self._record_direct(layer, x, grad)
-        if self._now != "event":
-            return  # of a direct term, convolutions leave theirs to autograd
+    def record_matrix(self, layer: nn.Linear | nn.Conv2d, x: Tensor, grad: Tensor) -> None:
+        if not self.banking:
+            return
         x_BTi, grad_BTo = self._by_sample(x), self._by_sample(grad)
         for name, parameter in layer.named_parameters(recurse=False):
             if not parameter.requires_grad:
@@ -201,15 +201,9 @@ class Bank:
             else:
                 self._add_sum(parameter, grad_BTo.sum(1))
 
-    def _record_direct(self, layer: nn.Linear, x: Tensor, grad: Tensor) -> None:
-        x_Ni, grad_No = x.flatten(0, -2), grad.flatten(0, -2)
-        for name, parameter in layer.named_parameters(recurse=False):
-            if parameter.requires_grad:
-                self._add_direct(parameter, grad_No.mT @ x_Ni.to(grad_No.dtype) if name == "weight" else grad_No.sum(0))
-
     def _record_scale(self, layer: nn.Module, x: Tensor, grad: Tensor) -> None:
-        if self._now != "event":
-            return  # of a direct term, autograd has it
+        if not self.banking:
+            return
         with torch.no_grad():
             plain = {
                 n: torch.ones_like(p) if n == "weight" else torch.zeros_like(p) for n, p in layer.named_parameters()
@@ -232,9 +226,6 @@ class Bank:
                 "it cannot assign to trajectories; use rollout.micro_batch: 1, or execution: retain"
             )
         return rows.unflatten(0, (-1, self._samples)).transpose(0, 1).reshape(self._samples, -1, rows.shape[-1])
-
-    def _add_direct(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        self._direct[parameter] = self._direct[parameter] + gradient if parameter in self._direct else gradient
 
     def _add_sum(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         if parameter in self._sums:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from hashlib import blake2b
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,46 +24,8 @@ T = TypeVar("T")
 PATIENCE = timedelta(hours=2)  # for a rank that is busy, with a slow reward say; torchrun notices at once one that died
 
 
-class World(Protocol):
-    """The processes of a run, seen from one of them."""
-
-    rank: int
-    size: int
-
-    def once(self, function: Callable[[], T]) -> T | None:
-        """Call `function` on rank 0 alone (what prints or writes); None elsewhere."""
-        ...
-
-    def told(self, function: Callable[[], T]) -> T:
-        """What `function` returns on rank 0, on every rank. Where it raises there, the others leave without a word."""
-        ...
-
-    def table(self, own: Tensor) -> Tensor:
-        """A table whose cells different ranks know (NaN elsewhere), whole; a cell that not exactly one rank knows is NaN."""
-        ...
-
-    def rows(self, own: Tensor) -> Tensor:
-        """All ranks' rows (n_r, ...), one after the other in the order of ranks: (Σ n_r, ...)."""
-        ...
-
-    def gathered(self, own: T) -> list[T]:
-        """Every rank's `own`, in the order of ranks, on rank 0; empty elsewhere."""
-        ...
-
-    def sum_gradients(self, parameters: Iterable[nn.Parameter], leaves: Iterable[nn.Parameter]) -> None:
-        """The parameters' .grad becomes the sum of all ranks' `leaves`' .grad, by one reduction; None where no rank has one.
-
-        A parameter is its own leaf, unless it is sharded; then each rank gets its part of the sum.
-        """
-        ...
-
-    def check_equal(self, parameters: Iterable[nn.Parameter], when: str) -> None:
-        """Raises ValueError naming the ranks whose parameters, or shards, are not bit for bit those of the first replica."""
-        ...
-
-
 class Alone:
-    """One process."""
+    """One process, which answers as `Ranks` does."""
 
     rank, size = 0, 1
 
@@ -99,9 +61,11 @@ class Ranks:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def once(self, function: Callable[[], T]) -> T | None:
+        """Call `function` on rank 0 alone (what prints or writes); None elsewhere."""
         return function() if self.rank == 0 else None
 
     def told(self, function: Callable[[], T]) -> T:
+        """What `function` returns on rank 0, on every rank. Where it raises there, the others leave without a word."""
         answer: list[Any] = [None, "failed"]
         try:
             if self.rank == 0:
@@ -114,23 +78,30 @@ class Ranks:
         return value
 
     def table(self, own: Tensor) -> Tensor:
+        """A table whose cells different ranks know (NaN elsewhere), whole; a cell that not exactly one rank knows is NaN."""
         known = ~own.isnan()
         sums = torch.stack([torch.where(known, own, 0), known.to(own)])  # adding zeros is exact
         dist.all_reduce(sums)
         return torch.where(sums[1] == 1, sums[0], torch.nan)
 
     def rows(self, own: Tensor) -> Tensor:
+        """All ranks' rows (n_r, ...), one after the other in the order of ranks: (Σ n_r, ...)."""
         gathered: list[Any] = [None] * self.size
         dist.all_gather_object(gathered, own.cpu())
         return torch.cat(gathered).to(own.device)
 
     def gathered(self, own: T) -> list[T]:
+        """Every rank's `own`, in the order of ranks, on rank 0; empty elsewhere."""
         everyone: list[Any] | None = [None] * self.size if self.rank == 0 else None
         dist.gather_object(own, everyone)
         return everyone or []
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter], leaves: Iterable[nn.Parameter]) -> None:
-        """Which parameters have a gradient travels in front of the gradients, so that it costs no reduction of its own."""
+        """The parameters' .grad becomes the sum of all ranks' `leaves`' .grad, by one reduction; None where no rank has one.
+
+        A parameter is its own leaf, unless it is sharded; then each rank gets its part of the sum. Which parameters have a
+        gradient travels in front of the gradients, so that it costs no reduction of its own.
+        """
         parameters = list(parameters)
         sharded = [(p, leaf) for p, leaf in zip(parameters, leaves, strict=True) if isinstance(p, DTensor)]
         if sharded:  # then all of them are: what is trained whole, adapters, is trained alone
@@ -145,6 +116,7 @@ class Ranks:
             parameter.grad = total.view_as(parameter).to(parameter.dtype) if count else None
 
     def check_equal(self, parameters: Iterable[nn.Parameter], when: str) -> None:
+        """Raises ValueError naming the ranks whose parameters, or shards, are not bit for bit those of the first replica."""
         parameters = list(parameters)
         shards = shards_of(parameters[0])
         if shards == self.size:
@@ -160,6 +132,10 @@ class Ranks:
                 "one policy; the last checkpoint stands. All ranks need the same versions of the libraries and the same kind of "
                 "device; a memory fault does this too"
             )
+
+
+World = Alone | Ranks
+"""The processes of a run, seen from one of them."""
 
 
 @contextmanager

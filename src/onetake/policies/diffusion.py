@@ -47,30 +47,24 @@ class DiffusionPolicy:
     def __init__(
         self,
         pipe: DiffusionPipeline,
+        config: PolicyConfig,
         *,
-        kernel: Kernel,
-        steps: int,
-        guidance: float = 1.0,
-        negative_prompt: str = "",
-        call: dict[str, Any] | None = None,
         output_type: str = "pt",
-        finish: DpmSolver | None = None,
         frozen: dict[str, nn.Module] | None = None,
-        offload_text_encoders: bool = False,
     ) -> None:
-        """`frozen` holds the reference's transformers; without it, the reference is the transformers with adapters off.
-        With `offload_text_encoders` these leave the CPU only while prompts are embedded.
+        """Sample as `config` says; what it says of loading and of weights is done already (see `around`).
 
-        Raises ValueError if the pipeline is not one that can be trained, or does not take an argument of `call`.
+        `frozen` holds the reference's transformers; without it, the reference is the transformers with adapters off.
+        Raises ValueError if the pipeline is not one that can be trained, or does not take an argument of the call.
         """
         self.pipe = pipe
-        self.kernel = kernel
+        self.kernel: Kernel = config.kernel
+        self._config = config
         self._family = family_of(pipe)
-        self._guidance, self._negative_prompt, self._steps = guidance, negative_prompt, steps
-        self._call_arguments = self._family.call | (call or {})
+        self._call_arguments = self._family.call | config.call
         self._output_type = output_type
         refuse(pipe, self._family, self._call_arguments)
-        if negative_prompt and not self._guided:
+        if config.negative_prompt and not self._guided:
             raise ValueError(f"policy.negative_prompt: {unused_negative(pipe)}")
         self.ways = self._family.ways
         if any(self._call_arguments.get(name) is not None for name in self._family.indexed):
@@ -82,11 +76,11 @@ class DiffusionPolicy:
         self.gathered: dict[str, nn.Parameter] = {}
         self.decode_seconds = 0.0
         if self._family.guidance is None:
-            pipe.guider = pipe.guider.new(guidance_scale=guidance)
+            pipe.guider = pipe.guider.new(guidance_scale=config.guidance)
         if self._family.decode_one_by_one:
             pipe.vae.enable_slicing()
-        self._embeds = Embeddings(self._embed, Offloaded(pipe) if offload_text_encoders else None)
-        if offload_text_encoders and not self._family.embeds:
+        self._embeds = Embeddings(self._embed, Offloaded(pipe) if config.offload_text_encoders else None)
+        if config.offload_text_encoders and not self._family.embeds:
             raise ValueError(
                 f"policy.offload_text_encoders: {type(pipe).__name__} embeds its prompts anew at every call, for want of a row in "
                 "policies/families.py; leave it out"
@@ -100,7 +94,8 @@ class DiffusionPolicy:
         # A second pipeline over the same modules: the reference is asked in the middle of a rollout, whose scheduler is busy
         self._reference_pipe = copy.copy(pipe)
         self._reference_pipe.scheduler = RolloutScheduler.replacing(shipped)
-        self.scheduler.finish = self._reference_pipe.scheduler.finish = finish
+        if isinstance(config.finish, DpmSolver):
+            self.scheduler.finish = self._reference_pipe.scheduler.finish = config.finish
         self._frozen = frozen
         for name, module in (frozen or {}).items():
             setattr(self._reference_pipe, name, module.requires_grad_(False))
@@ -138,17 +133,7 @@ class DiffusionPolicy:
         if config.compile is not None:
             for model in models.values():
                 config.compile.apply(model)
-        return cls(
-            pipe,
-            kernel=config.kernel,
-            steps=config.steps,
-            guidance=config.guidance,
-            negative_prompt=config.negative_prompt,
-            call=config.call,
-            finish=config.finish if isinstance(config.finish, DpmSolver) else None,
-            frozen=frozen,
-            offload_text_encoders=config.offload_text_encoders,
-        )
+        return cls(pipe, config, frozen=frozen)
 
     def to(self, device: torch.device) -> None:
         """Move all models there, a frozen reference's too, but not text encoders that are offloaded."""
@@ -217,7 +202,7 @@ class DiffusionPolicy:
         }
 
     def _words(self, prompt: Prompt, rows: int) -> dict[str, Any]:
-        negative = self._negative_prompt if prompt.negative is None else prompt.negative
+        negative = self._config.negative_prompt if prompt.negative is None else prompt.negative
         return {"prompt": [prompt.text] * rows} | ({"negative_prompt": [negative] * rows} if self._guided else {})
 
     def _embed(self, prompt: Prompt) -> dict[str, Any]:
@@ -233,7 +218,7 @@ class DiffusionPolicy:
     def _schedule(self, condition: dict[str, Any]) -> None:
         """A call for one sample, up to where its schedule is known; every pipeline embeds its prompt before."""
         with self.scheduler.schedule_only():
-            self._call_pipeline(self.pipe, self._arguments(condition, [torch.Generator()], self._steps))
+            self._call_pipeline(self.pipe, self._arguments(condition, [torch.Generator()], self._config.steps))
 
     @property
     def _device(self) -> torch.device:
@@ -246,14 +231,14 @@ class DiffusionPolicy:
         if "negative_prompt" not in inspect.signature(self.pipe.__call__).parameters:
             return False
         if family.guidance is None:
-            return self._guidance > 1
+            return self._config.guidance > 1
         if family.negative is None:
             return False
-        asked = {family.guidance: self._guidance, **self._call_arguments}
+        asked = {family.guidance: self._config.guidance, **self._call_arguments}
         return asked.get(family.negative, 1.0) > 1
 
     def _arguments(self, condition: dict[str, Any], generators: list[torch.Generator], steps: int) -> dict[str, Any]:
-        guidance = {} if self._family.guidance is None else {self._family.guidance: self._guidance}
+        guidance = {} if self._family.guidance is None else {self._family.guidance: self._config.guidance}
         return {
             **guidance,
             "generator": generators,
@@ -294,7 +279,7 @@ class DiffusionPolicy:
 
     def draw(self, prompt: Prompt, generators: list[torch.Generator]) -> Any:
         """What the pipeline makes of `prompt` without events, one output for each generator, in the policy's output type."""
-        arguments = self._arguments(self.condition(prompt, len(generators)), generators, self._steps)
+        arguments = self._arguments(self.condition(prompt, len(generators)), generators, self._config.steps)
         outputs = self._call_pipeline(self.pipe, arguments)
         assert outputs is not None
         return outputs

@@ -11,17 +11,10 @@ __all__ = ["write"]
 
 
 def write(runs: list[Path], out: Path) -> Path:
-    """Write the report of one run, or the comparison of several, as a page without external resources.
+    """Write the report of one run folder, or the comparison of several in their order, as a page without external resources.
 
-    Args:
-        runs: run folders, in the order in which they shall appear.
-        out: the file to write if it ends in ``.html``, otherwise the folder that gets ``report.html``.
-
-    Returns:
-        The file written. Equal inputs give equal bytes.
-
-    Raises:
-        ValueError: no folder given, a folder that is not a run, or a run whose files contradict each other.
+    `out` is the file if it ends in ``.html``, otherwise the folder that gets ``report.html``; returns the file. Equal inputs give
+    equal bytes. Raises ValueError if no folder is given, if one is not a run, or if a run's files contradict each other.
     """
     if not runs:
         raise ValueError("a report needs at least one run folder")

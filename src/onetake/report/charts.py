@@ -24,20 +24,19 @@ WIDTH, HEIGHT = 400, 236  # user units of the SVG; the page scales it
 RUN_COLOURS = 8
 COLOURS = ("muted", "line", "train", "paper", *(f"run{i + 1}" for i in range(RUN_COLOURS)))
 LOG_FROM = 50.0  # largest ÷ smallest value from which a norm's axis is logarithmic
-PERCENT = 100.0
+WEIGHTS = {"strong": (2.0, 1.0, 5.0), "plain": (1.3, 0.9, 0.0), "faint": (0.8, 0.35, 0.0)}  # width, alpha, marker size
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One line. `weight` is "strong" (with markers), "plain", or "faint"; `low` and `high` bound a band around it."""
+    """One line. `weight` is "strong" (with markers), "plain", or "faint"; a `band` around it has a lower and an upper edge."""
 
     x: Sequence[float]
     y: Sequence[float]
     colour: str
     weight: str = "plain"
     dashed: bool = False
-    low: Sequence[float] | None = None
-    high: Sequence[float] | None = None
+    band: tuple[Sequence[float], Sequence[float]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,16 +44,15 @@ class Axis:
     """What a chart shows; `name` makes the ids inside the page's SVGs unique and is its only identity."""
 
     name: str
-    title: str
-    x_label: str
+    x_label: str = "update"
     percent: bool = False
-    from_zero: bool = False
+    from_zero: bool = True
     whole: bool = False  # ticks at integers only
     log: bool = False  # logarithmic if the values span a factor of LOG_FROM
 
 
-def chart(curves: Sequence[Curve], axis: Axis) -> str:
-    """The SVG of `curves`, for direct use in HTML."""
+def chart(curves: Sequence[Curve], axis: Axis, spoken: str) -> str:
+    """The SVG of `curves`, for direct use in HTML; `spoken` is its name for a reader who does not see it."""
     style: dict[Any, Any] = {
         "svg.fonttype": "none",
         "svg.hashsalt": axis.name,
@@ -72,7 +70,7 @@ def chart(curves: Sequence[Curve], axis: Axis) -> str:
         _dress(axes, curves, axis)
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None})
-    return _inline(file.getvalue(), axis)
+    return _inline(file.getvalue(), spoken)
 
 
 def _placeholder(name: str) -> str:
@@ -81,11 +79,9 @@ def _placeholder(name: str) -> str:
 
 def _draw(axes: Axes, curve: Curve) -> None:
     colour = _placeholder(curve.colour)
-    if curve.low is not None and curve.high is not None:
-        axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.16, linewidth=0)
-    width, alpha, marker = {"strong": (2.0, 1.0, 5.0), "plain": (1.3, 0.9, 0.0), "faint": (0.8, 0.35, 0.0)}[
-        curve.weight
-    ]
+    if curve.band:
+        axes.fill_between(curve.x, *curve.band, color=colour, alpha=0.16, linewidth=0)
+    width, alpha, marker = WEIGHTS[curve.weight]
     alone = len(curve.x) == 1
     axes.plot(
         curve.x,
@@ -113,19 +109,14 @@ def _dress(axes: Axes, curves: Sequence[Curve], axis: Axis) -> None:
     axes.grid(axis="y", color=_placeholder("line"), linewidth=0.8)
     axes.set_axisbelow(True)
     axes.set_xlabel(axis.x_label, loc="right", labelpad=3)
-    axes.set_xlim(*_x_limits(curves))
+    axes.set_xlim(0.0, max(max(curve.x) for curve in curves) or 1.0)
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 6, 10], integer=axis.x_label == "update"))
     axes.xaxis.set_major_formatter(FuncFormatter(_tick))
     _scale(axes, curves, axis)
 
 
-def _x_limits(curves: Sequence[Curve]) -> tuple[float, float]:
-    last = max(max(curve.x) for curve in curves)
-    return 0.0, last if last > 0 else 1.0
-
-
 def _scale(axes: Axes, curves: Sequence[Curve], axis: Axis) -> None:
-    values = np.concatenate([np.asarray(y, float) for c in curves for y in (c.y, c.low, c.high) if y is not None])
+    values = np.concatenate([np.asarray(y, float) for c in curves for y in (c.y, *(c.band or ()))])
     values = values[np.isfinite(values)]
     if axis.log and values.size and values.min() > 0 and values.max() / values.min() > LOG_FROM:
         axes.set_yscale("log")
@@ -149,23 +140,16 @@ def _y_limits(values: np.ndarray, axis: Axis) -> tuple[float, float]:
 
 
 def _tick(value: float, _: object = None) -> str:
-    size = abs(value)
-    if size >= 1e6:
-        return _minus(f"{value / 1e6:.6g}M")
-    if size >= 1e4:
-        return _minus(f"{value / 1e3:.6g}k")
-    return _minus(f"{value:.6g}" if not math.isclose(value, 0.0, abs_tol=1e-12) else "0")
+    unit, letter = (1e6, "M") if abs(value) >= 1e6 else (1e3, "k") if abs(value) >= 1e4 else (1.0, "")
+    shown = 0 if math.isclose(value, 0.0, abs_tol=1e-12) else value / unit
+    return f"{shown:.6g}{letter}".replace("-", "−")
 
 
 def _percent_tick(value: float, _: object = None) -> str:
-    return f"{value * PERCENT:.4g} %"
+    return f"{100 * value:.4g} %"
 
 
-def _minus(text: str) -> str:
-    return text.replace("-", "−")
-
-
-def _inline(svg: str, axis: Axis) -> str:
+def _inline(svg: str, spoken: str) -> str:
     """Matplotlib's file → an element for HTML: no prologue or metadata, unique ids, style-sheet colours, two decimals."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
@@ -176,5 +160,5 @@ def _inline(svg: str, axis: Axis) -> str:
     svg = re.sub(r' (?:d|x|y|transform)="[^"]*"', lambda match: re.sub(r"(\.\d\d)\d+", r"\1", match.group(0)), svg)
     svg = re.sub(r" font-family: [^;\"]+;", "", svg)
     svg = re.sub(r"\s*\n\s*", "\n", svg)
-    head = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(axis.title)}">'
+    head = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(spoken)}">'
     return re.sub(r"^<svg[^>]*>", lambda _: head, svg).strip()

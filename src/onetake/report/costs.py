@@ -7,7 +7,7 @@ from html import escape
 
 from onetake.metrics import PHASES
 from onetake.report.run import Run
-from onetake.report.text import count, duration, percent, plural
+from onetake.report.text import count, duration, percent, plural, row, table
 
 
 def section(runs: Sequence[Run]) -> str:
@@ -21,7 +21,7 @@ def section(runs: Sequence[Run]) -> str:
     sentences = "".join(f"<p>{_prefix(run, runs)}{execution_sentence(run)}</p>{_ranks(run, runs)}" for run in timed)
     return (
         f'<section id="costs"><h2>Time and forwards</h2><ul class="legend">{key}</ul>'
-        f'<div class="bars">{bars}</div>{_table(timed)}{sentences}</section>'
+        f'<div class="bars">{bars}</div>{_table(timed, named=len(timed) > 1)}{sentences}</section>'
     )
 
 
@@ -46,48 +46,34 @@ def _bar(run: Run, longest: float, *, named: bool) -> str:
     return f'<div class="bar-row">{name}<div class="bar" style="width:{100 * total / (longest or 1.0):.2f}%">{parts}</div></div>'
 
 
-def _table(runs: Sequence[Run]) -> str:
-    head = "".join(f"<th>{name}</th>" for name in PHASES)
-    rows = "".join(_row(run, named=len(runs) > 1) for run in runs)
-    return (
-        '<div class="scroll"><table class="numbers"><thead><tr><th></th>'
-        f"{head}<th>sum</th><th>evaluation</th><th>wall-clock</th></tr></thead><tbody>{rows}</tbody></table></div>"
-    )
+def _table(runs: Sequence[Run], *, named: bool) -> str:
+    heads = ("", *PHASES, "sum", "evaluation", "wall-clock")
+    return table("numbers", heads, "".join(_rows(run, named=named) for run in runs))
 
 
-def _row(run: Run, *, named: bool) -> str:
+def _rows(run: Run, *, named: bool) -> str:
     seconds = phases(run)
     total = sum(seconds.values())
     evaluation = sum(line.get("evaluation_s", 0.0) for line in run.evaluations)
-    cells = "".join(
-        f"<td>{duration(value)}</td>" for value in (*seconds.values(), total, evaluation, run.last["wall_s"])
-    )
-    shares = "".join(f"<td>{percent(value / (total or 1.0))}</td>" for value in seconds.values())
-    means = "".join(f"<td>{duration(v / len(run.updates))}</td>" for v in (*seconds.values(), total))
-    title = escape(run.name) if named else "total"
-    if named:
-        return f'<tr><th>{title}</th>{cells}</tr><tr class="sub"><th>share</th>{shares}<td></td><td></td><td></td></tr>'
-    return (
-        f"<tr><th>{title}</th>{cells}</tr>"
-        f'<tr class="sub"><th>per update</th>{means}<td></td><td></td></tr>'
-        f'<tr class="sub"><th>share</th>{shares}<td></td><td></td><td></td></tr>'
-    )
+    every = (*seconds.values(), total, evaluation, run.last["wall_s"])
+    rows = row(escape(run.name) if named else "total", map(duration, every))
+    if not named:
+        means = (duration(value / len(run.updates)) for value in (*seconds.values(), total))
+        rows += row("per update", (*means, "", ""), "sub")
+    shares = (percent(value / (total or 1.0)) for value in seconds.values())
+    return rows + row("share", (*shares, "", "", ""), "sub")
 
 
 def _ranks(run: Run, runs: Sequence[Run]) -> str:
     """Peak and seconds of each rank; nothing for one process."""
     if not run.ranks:
         return ""
-    head = "".join(f"<th>{name}</th>" for name in ("peak MiB", *PHASES))
     rows = ""
     for number, rank in enumerate(run.ranks):
-        cells = "".join(f"<td>{duration(rank[name + '_s'])}</td>" for name in PHASES)
-        rows += f"<tr><th>rank {number}</th><td>{count(rank['peak_mib'])}</td>{cells}</tr>"
-    return (
-        f"<details><summary>{_prefix(run, runs)}{plural(len(run.ranks), 'rank')}, waiting for each other included</summary>"
-        f'<div class="scroll"><table class="numbers"><thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
-        "</details>"
-    )
+        seconds = (duration(rank[f"{name}_s"]) for name in PHASES)
+        rows += row(f"rank {number}", (count(rank["peak_mib"]), *seconds))
+    title = f"{_prefix(run, runs)}{plural(len(run.ranks), 'rank')}, waiting for each other included"
+    return f"<details><summary>{title}</summary>{table('numbers', ('', 'peak MiB', *PHASES), rows)}</details>"
 
 
 def execution_sentence(run: Run) -> str:

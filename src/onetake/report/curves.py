@@ -19,31 +19,26 @@ SMOOTHING = 25  # the trailing mean covers one part in so many of a run's update
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One chart of the numerics: a metric, perhaps with the metrics that bound its band."""
+    """One chart of the numerics, of the metric that its axis is named after, perhaps with metrics that bound its band."""
 
-    key: str
     title: str
     note: str
+    axis: Axis
     band: tuple[str, str] | None = None
-    from_zero: bool = True
-    log: bool = False
-    percent: bool = False
-    whole: bool = False
 
 
 NUMERICS = (
     Panel(
-        key="ratio_mean",
         title="Ratio",
         note="mean, band from min to max",
+        axis=Axis(name="ratio_mean", from_zero=False),
         band=("ratio_min", "ratio_max"),
-        from_zero=False,
     ),
-    Panel(key="clip_fraction", title="Clipped events", note="share of all events", percent=True),
-    Panel(key="grad_norm", title="Gradient norm", note="before clipping", log=True),
-    Panel(key="step_norm", title="Step norm", note="change of the parameters", log=True),
-    Panel(key="dead_groups", title="Dead groups", note="all rewards equal, no gradient", whole=True),
-    Panel(key="peak_rss_mib", title="Peak memory", note="highest resident MiB so far"),
+    Panel(title="Clipped events", note="share of all events", axis=Axis(name="clip_fraction", percent=True)),
+    Panel(title="Gradient norm", note="before clipping", axis=Axis(name="grad_norm", log=True)),
+    Panel(title="Step norm", note="change of the parameters", axis=Axis(name="step_norm", log=True)),
+    Panel(title="Dead groups", note="all rewards equal, no gradient", axis=Axis(name="dead_groups", whole=True)),
+    Panel(title="Peak memory", note="highest resident MiB so far", axis=Axis(name="peak_rss_mib")),
 )
 
 
@@ -100,15 +95,15 @@ def _reward_charts(runs: Sequence[Run], x_key: str) -> str:
     scale, label = _unit(x_key, max(run.last[x_key] for run in runs))
     score = _reward_curves(runs, x_key, scale, "score_mean")
     success = _reward_curves(runs, x_key, scale, "success_rate")
-    charts = [_figure("Mean score", "", score, Axis(name=f"score-{x_key}", title="Mean score", x_label=label))]
+    charts = [_figure("Mean score", "", score, Axis(name=f"score-{x_key}", x_label=label, from_zero=False))]
     if success:
-        axis = Axis(name=f"success-{x_key}", title="Success rate", x_label=label, percent=True)
-        charts.insert(0, _figure("Success", "", success, axis))
+        axis = Axis(name=f"success-{x_key}", x_label=label, percent=True)
+        charts.insert(0, _figure("Success", "", success, axis, spoken="Success rate"))
     several = dict.fromkeys(key for run in runs for line in run.updates for key in line if key.startswith("reward "))
     for number, key in enumerate(several):
-        axis = Axis(name=f"reward{number}-{x_key}", title=key, x_label=label)
+        axis = Axis(name=f"reward{number}-{x_key}", x_label=label, from_zero=False)
         curves = _reward_curves(runs, x_key, scale, key)
-        charts.append(_figure(escape(key.removeprefix("reward ")), "mean, before its weight", curves, axis))
+        charts.append(_figure(key.removeprefix("reward "), "mean, before its weight", curves, axis, spoken=key))
     return "".join(charts)
 
 
@@ -139,12 +134,13 @@ def _held_out(run: Run, x_key: str, scale: float, y_key: str, index: int) -> lis
     x, y = _series(run.evaluations, x_key, y_key, scale)
     if not x:
         return []
-    low = high = None
+    band = None
     errors = [line["stderr"] for line in run.evaluations if y_key in line and "stderr" in line]
     if y_key == "success_rate" and len(errors) == len(y):
         low = [max(0.0, a - e) for a, e in zip(y, errors, strict=True)]
         high = [min(1.0, a + e) for a, e in zip(y, errors, strict=True)]
-    return [Curve(x=x, y=y, colour=colour(index), weight="strong", dashed=_dashed(index), low=low, high=high)]
+        band = (low, high)
+    return [Curve(x=x, y=y, colour=colour(index), weight="strong", dashed=_dashed(index), band=band)]
 
 
 def _span(run: Run) -> int:
@@ -164,9 +160,11 @@ def _dashed(index: int) -> bool:
     return index // RUN_COLOURS % 2 == 1
 
 
-def _figure(title: str, note: str, curves: Sequence[Curve], axis: Axis) -> str:
+def _figure(title: str, note: str, curves: Sequence[Curve], axis: Axis, *, spoken: str | None = None) -> str:
+    """A chart under its title; `spoken` is its name for a reader who does not see it, by default title and note."""
     small = f" <small>{note}</small>" if note else ""
-    return f"<figure><figcaption>{title}{small}</figcaption>{chart(curves, axis)}</figure>"
+    svg = chart(curves, axis, spoken or ", ".join(filter(None, (title, note))))
+    return f"<figure><figcaption>{escape(title)}{small}</figcaption>{svg}</figure>"
 
 
 def numerics(runs: Sequence[Run]) -> str:
@@ -189,32 +187,12 @@ def _numerics_note(runs: Sequence[Run]) -> str:
 def _numeric(runs: Sequence[Run], panel: Panel) -> str:
     curves: list[Curve] = []
     for i, run in enumerate(runs):
-        x, y = _series(run.updates, "update", panel.key)
+        x, y = _series(run.updates, "update", panel.axis.name)
         if not x:
             continue
-        low = high = None
+        band = None
         if panel.band:
             low, high = (_series(run.updates, "update", key)[1] for key in panel.band)
-        banded = low is not None and high is not None and len(low) == len(high) == len(x)
-        curves.append(
-            Curve(
-                x=x,
-                y=y,
-                colour=colour(i),
-                dashed=_dashed(i),
-                low=low if banded else None,
-                high=high if banded else None,
-            )
-        )
-    if not curves:
-        return ""
-    axis = Axis(
-        name=panel.key,
-        title=f"{panel.title}, {panel.note}",
-        x_label="update",
-        percent=panel.percent,
-        from_zero=panel.from_zero,
-        whole=panel.whole,
-        log=panel.log,
-    )
-    return _figure(panel.title, panel.note, curves, axis)
+            band = (low, high) if len(low) == len(high) == len(x) else None
+        curves.append(Curve(x=x, y=y, colour=colour(i), dashed=_dashed(i), band=band))
+    return _figure(panel.title, panel.note, curves, panel.axis) if curves else ""

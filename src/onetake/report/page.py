@@ -9,10 +9,27 @@ from importlib.resources import files
 from onetake.metrics import METRICS
 from onetake.report import costs, curves, pictures
 from onetake.report.run import Line, Run
-from onetake.report.text import ARROW, choice, code, count, duration, flatten, percent, plural, score, signed
+from onetake.report.text import (
+    ARROW,
+    choice,
+    code,
+    count,
+    duration,
+    flatten,
+    percent,
+    plural,
+    row,
+    score,
+    signed,
+    table,
+)
 
-Show = Callable[[float], str]
-Error = Callable[[Line], str]
+MEASURES: dict[str, tuple[str, Callable[[float], str]]] = {
+    "success_rate": ("Success", percent),
+    "score_mean": ("Mean score", score),
+    "diversity": ("Diversity", score),
+}
+"""What a run is to improve, or to keep: the name and the form of each."""
 
 
 def page(runs: Sequence[Run]) -> str:
@@ -69,16 +86,8 @@ def _facts(run: Run) -> dict[str, str]:
 def _hero(run: Run) -> str:
     ends = run.evaluations or run.updates
     first, last = ends[0], ends[-1]
-    cards = [
-        card
-        for card in (
-            _change("Success", "success_rate", first, last, percent, _error),
-            _change("Mean score", "score_mean", first, last, score),
-            _change("Diversity", "diversity", first, last, score),
-        )
-        if card
-    ]
-    return f'<p class="where">{_where(run, first, last)}</p><div class="hero">{"".join(cards)}</div>'
+    cards = "".join(_change(key, first, last) for key in MEASURES if key in first and key in last)
+    return f'<p class="where">{_where(run, first, last)}</p><div class="hero">{cards}</div>'
 
 
 def _where(run: Run, first: Line, last: Line) -> str:
@@ -91,23 +100,19 @@ def _where(run: Run, first: Line, last: Line) -> str:
     return f"On held-out prompts, after {first['update']} {ARROW} {plural(last['update'], 'update')}{images and images + ' each'}"
 
 
-def _error(line: Line) -> str:
-    return f'<span class="error">± {100 * line["stderr"]:.1f}</span>' if "stderr" in line else ""
+def _error(key: str, line: Line) -> str:
+    known = key == "success_rate" and "stderr" in line
+    return f'<span class="error">± {100 * line["stderr"]:.1f}</span>' if known else ""
 
 
-def _nothing(_: Line) -> str:
-    return ""
-
-
-def _change(name: str, key: str, first: Line, last: Line, show: Show, error: Error = _nothing) -> str:
-    if key not in last or key not in first:
-        return ""
-    after = f'<span class="after">{show(last[key])}</span>{error(last)}'
+def _change(key: str, first: Line, last: Line) -> str:
+    name, show = MEASURES[key]
+    after = f'<span class="after">{show(last[key])}</span>{_error(key, last)}'
     if first is last:
         return f'<div class="change"><h3>{name}</h3><p>{after}</p></div>'
     difference = last[key] - first[key]
     delta = f"{signed(100 * difference, 1)} points" if key == "success_rate" else signed(difference, 3)
-    before = f'<span class="before">{show(first[key])}{error(first)}</span>'
+    before = f'<span class="before">{show(first[key])}{_error(key, first)}</span>'
     return f'<div class="change"><h3>{name} <small>{delta}</small></h3><p>{before} {ARROW} {after}</p></div>'
 
 
@@ -120,10 +125,8 @@ def comparison(runs: Sequence[Run]) -> str:
 
 
 def _runs_table(runs: Sequence[Run]) -> str:
-    head = ("run", "execution", "updates", "wall-clock", "forwards", "success", "mean score", "diversity", "peak MiB")
-    rows = "".join(_run_row(run, i) for i, run in enumerate(runs))
-    heads = "".join(f"<th>{name}</th>" for name in head)
-    return f'<div class="scroll"><table class="numbers runs"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>'
+    heads = ("run", "execution", "updates", "wall-clock", "forwards", "success", "mean score", "diversity", "peak MiB")
+    return table("numbers runs", heads, "".join(_run_row(run, i) for i, run in enumerate(runs)))
 
 
 def _run_row(run: Run, index: int) -> str:
@@ -132,23 +135,18 @@ def _run_row(run: Run, index: int) -> str:
         count(run.last["update"]),
         duration(run.last["wall_s"]),
         count(run.last["forwards"]) if "forwards" in run.last else "–",
-        _pair(run, "success_rate", percent, _error),
-        _pair(run, "score_mean", score),
-        _pair(run, "diversity", score),
+        *(_pair(run, key) for key in MEASURES),
         count(run.peak_rss_mib) if run.peak_rss_mib is not None else "–",
     )
-    return (
-        f"<tr><th>{curves.swatch(index)}{escape(run.name)}</th>"
-        + "".join(f"<td>{cell}</td>" for cell in cells)
-        + "</tr>"
-    )
+    return row(f"{curves.swatch(index)}{escape(run.name)}", cells)
 
 
-def _pair(run: Run, key: str, show: Show, error: Error = _nothing) -> str:
+def _pair(run: Run, key: str) -> str:
     lines = [line for line in run.evaluations if key in line]
     if not lines:
         return "–"
-    after = f"<b>{show(lines[-1][key])}</b> {error(lines[-1])}"
+    show = MEASURES[key][1]
+    after = f"<b>{show(lines[-1][key])}</b> {_error(key, lines[-1])}"
     return after if len(lines) == 1 else f'<span class="before">{show(lines[0][key])}</span> {ARROW} {after}'
 
 
@@ -157,18 +155,9 @@ def _differences(runs: Sequence[Run]) -> str:
     keys = [key for key in dict.fromkeys(k for tree in flat for k in tree) if len({tree.get(key) for tree in flat}) > 1]
     if not keys:
         return '<p class="note">The recipes are equal.</p>'
-    heads = "".join(f"<th>{escape(run.name)}</th>" for run in runs)
-    rows = "".join(
-        f"<tr><th><code>{escape(key)}</code></th>"
-        + "".join(f"<td>{escape(tree.get(key, '–'))}</td>" for tree in flat)
-        + "</tr>"
-        for key in keys
-    )
-    head = f"<thead><tr><th></th>{heads}</tr></thead>"
-    return (
-        "<h2>Where the recipes differ</h2>"
-        f'<div class="scroll"><table class="differences">{head}<tbody>{rows}</tbody></table></div>'
-    )
+    heads = ("", *(escape(run.name) for run in runs))
+    rows = "".join(row(f"<code>{escape(key)}</code>", (escape(tree.get(key, "–")) for tree in flat)) for key in keys)
+    return f"<h2>Where the recipes differ</h2>{table('differences', heads, rows)}"
 
 
 def recipe(runs: Sequence[Run]) -> str:

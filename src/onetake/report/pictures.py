@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape
 
 import numpy as np
@@ -21,12 +20,8 @@ FRAME_MS = 125  # of a video
 PIXELATED_BELOW = 128  # px; smaller images are enlarged without blur
 
 
-@dataclass(frozen=True, kw_only=True)
-class Column:
-    """One picture per card, under `label`."""
-
-    label: str
-    pictures: Pictures
+Column = tuple[str, Pictures]
+"""One picture per card, under a label."""
 
 
 def section(runs: Sequence[Run]) -> str:
@@ -38,7 +33,7 @@ def section(runs: Sequence[Run]) -> str:
         body = '<p class="note">The runs were evaluated on different prompts; see the report of each run alone.</p>'
     else:
         columns = _columns(shown)
-        rows = subset(columns[0].pictures.rows)
+        rows = subset(columns[0][1].rows)
         cards = "".join(_card(columns, row) for row in rows)
         grid = f'class="cards{" many" if len(columns) > 2 else ""}" style="--columns:{len(columns)}"'
         body = f'<p class="note">{_note(shown, columns, len(rows))}</p><div {grid}>{cards}</div>'
@@ -46,10 +41,10 @@ def section(runs: Sequence[Run]) -> str:
     return f'<section id="pictures"><h2>{title}</h2>{body}</section>'
 
 
-def subset(rows: Sequence[tuple[str, int]], limit: int = CARDS) -> list[int]:
-    """Row numbers of the first sample of up to `limit` prompts, evenly spaced over the prompts in their order."""
+def subset(rows: Sequence[tuple[str, int]]) -> list[int]:
+    """Row numbers of the first sample of up to `CARDS` prompts, evenly spaced over the prompts in their order."""
     rows_of_prompts = [i for i, (_, sample) in enumerate(rows) if sample == 0]  # equal texts are prompts of their own
-    n = min(limit, len(rows_of_prompts))
+    n = min(CARDS, len(rows_of_prompts))
     return [rows_of_prompts[i * len(rows_of_prompts) // n] for i in range(n)]
 
 
@@ -60,11 +55,9 @@ def _columns(runs: Sequence[Run]) -> list[Column]:
     for i, run in enumerate(runs):
         suffix = "" if alone else f" · {run.name}"
         if run.before and (i == 0 or not shared):
-            columns.append(Column(label="before" if shared else f"before{suffix}", pictures=run.before))
+            columns.append(("before" if shared else f"before{suffix}", run.before))
         if run.after:
-            columns.append(
-                Column(label="after" if alone else run.name if shared else f"after{suffix}", pictures=run.after)
-            )
+            columns.append(("after" if alone else run.name if shared else f"after{suffix}", run.after))
     return columns
 
 
@@ -74,7 +67,7 @@ def _same_start(runs: Sequence[Run]) -> bool:
 
 
 def _note(runs: Sequence[Run], columns: Sequence[Column], cards: int) -> str:
-    prompts = sum(sample == 0 for _, sample in columns[0].pictures.rows)
+    prompts = sum(sample == 0 for _, sample in columns[0][1].rows)
     chosen = (
         f"The first sample of every one of the {prompts} held-out prompts."
         if cards == prompts
@@ -91,14 +84,13 @@ def _note(runs: Sequence[Run], columns: Sequence[Column], cards: int) -> str:
 
 
 def _card(columns: Sequence[Column], row: int) -> str:
-    prompt = escape(columns[0].pictures.records[row]["prompt"])
+    prompt = escape(columns[0][1].records[row]["prompt"])
     return f'<article class="card"><h3>{prompt}</h3><div>{"".join(_picture(c, row, prompt) for c in columns)}</div></article>'
 
 
 def _picture(column: Column, row: int, prompt: str) -> str:
-    image, record = column.pictures.images[row], column.pictures.records[row]
+    label, image, record = escape(column[0]), column[1].images[row], column[1].records[row]
     small = ' class="pixelated"' if max(image.shape[-3:-1]) < PIXELATED_BELOW else ""
-    label = escape(column.label)
     return (
         f'<figure><img src="{data_uri(image)}" alt="{label}: {prompt}"{small}>'
         f'<figcaption><span class="when">{label}</span>{verdict(record["score"], record["verdict"])}</figcaption></figure>'

@@ -75,11 +75,7 @@ class Run:
 
 
 def load(folders: Sequence[Path]) -> list[Run]:
-    """Every run, with names that differ.
-
-    Raises:
-        ValueError: a folder is not a run, or its files contradict each other.
-    """
+    """Every run, with names that differ. Raises ValueError if a folder is not a run, or if its files contradict each other."""
     return [_load(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
 
 

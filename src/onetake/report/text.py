@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from html import escape
 from typing import Any
 
@@ -50,6 +51,19 @@ def plural(number: int, noun: str) -> str:
 def choice(value: Any) -> str:
     """A recipe's choice by its name: ``retain`` and ``{kind: retain, …}`` both read "retain"."""
     return escape(str(value["kind"] if isinstance(value, dict) and "kind" in value else value))
+
+
+def table(kind: str, heads: Iterable[str], rows: str) -> str:
+    """`rows` under `heads`; a wide one scrolls by itself."""
+    head = "".join(f"<th>{name}</th>" for name in heads)
+    return (
+        f'<div class="scroll"><table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+    )
+
+
+def row(head: str, cells: Iterable[str], kind: str = "") -> str:
+    opening = f'<tr class="{kind}">' if kind else "<tr>"
+    return f"{opening}<th>{head}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -136,24 +136,21 @@ def shapes_reward(images: Tensor, prompts: list[str]) -> Tensor:
     return torch.tensor([_shapes_verdict(image, prompt).score for image, prompt in zip(images, prompts, strict=True)])
 
 
-def objects_reward(images: Tensor, prompts: list[str]) -> Tensor:
-    """(B,) share of the constraints besides the relation that each image meets."""
-    verdicts = [_shapes_verdict(image, prompt) for image, prompt in zip(images, prompts, strict=True)]
-    return torch.tensor([_share(v.constraints, lambda name: name not in captions.RELATIONS) for v in verdicts])
+def _part_reward(images: Tensor, prompts: list[str], *, relation: bool) -> Tensor:
+    """(B,) share that each image meets of the constraints that are, or are not, the caption's relation."""
+    shares = []
+    for image, prompt in zip(images, prompts, strict=True):
+        constraints = _shapes_verdict(image, prompt).constraints
+        met = [holds for name, holds in constraints.items() if (name in captions.RELATIONS) == relation]
+        shares.append(sum(met) / len(met))
+    return torch.tensor(shares)
 
 
-def relation_reward(images: Tensor, prompts: list[str]) -> Tensor:
-    """(B,) 1 where the caption's relation holds, else 0."""
-    verdicts = [_shapes_verdict(image, prompt) for image, prompt in zip(images, prompts, strict=True)]
-    return torch.tensor([_share(v.constraints, lambda name: name in captions.RELATIONS) for v in verdicts])
-
-
-_SHAPES_REWARDS = {"constraints": shapes_reward, "objects": objects_reward, "relation": relation_reward}
-
-
-def _share(constraints: dict[str, bool], counted: Callable[[str], bool]) -> float:
-    met = [holds for name, holds in constraints.items() if counted(name)]
-    return sum(met) / len(met)
+_SHAPES_REWARDS = {
+    "constraints": shapes_reward,
+    "objects": partial(_part_reward, relation=False),
+    "relation": partial(_part_reward, relation=True),
+}
 
 
 def motion_reward(clips: Tensor, prompts: list[str]) -> Tensor:

@@ -14,19 +14,12 @@ MAX_JUMP = 2.5  # px between two frames
 
 
 def verify(clip: np.ndarray, text: str) -> Verdict:
-    """Judge a clip by its caption.
+    """Judge a clip, uint8 (frames, H, W, 3), RGB, of as many frames as the renderer draws, by its caption.
 
-    The constraints are: the object's colour in every frame; its shape in that colour in at
-    least half of them and another in none; nothing else in any frame; the
-    direction of the whole way; its length, which is the speed; and a track close to the even path (that ends halfway for
-    "then stopping"), without jumps.
-
-    Args:
-        clip: uint8 (frames, H, W, 3), RGB, as many frames as the renderer draws.
-        text: a caption of this task.
-
-    Raises:
-        ValueError: `clip` has another form, or `text` is not a caption of this task.
+    The constraints are: the object's colour in every frame; its shape in that colour in at least half of them and another in
+    none; nothing else in any frame; the direction of the whole way; its length, which is the speed; and a track close to the
+    even path (that ends halfway for "then stopping"), without jumps. Raises ValueError for another form of clip, or if `text`
+    is not a caption of this task.
     """
     motion = parse(text)
     if clip.ndim != 4 or len(clip) != len(progress(motion.pace)):

@@ -41,8 +41,7 @@ class Group:
 class Scene:
     """What a picture must show: one or two groups, and with `relation` the first object's place seen from the second.
 
-    Raises:
-        ValueError: when no caption of the task describes the scene.
+    Raises ValueError when no caption of the task describes the scene.
     """
 
     groups: tuple[Group, ...]
@@ -96,11 +95,7 @@ def caption(scene: Scene) -> str:
 
 
 def parse(text: str) -> Scene:
-    """The scene that `text` describes.
-
-    Raises:
-        ValueError: when `text` is not a caption of this task; says what is wrong and which forms work.
-    """
+    """The scene that `text` describes. Raises ValueError, with the forms that work, if it is not a caption of this task."""
     for relation in RELATIONS:
         first, found, second = text.partition(f" {relation} ")
         if found:
@@ -126,11 +121,7 @@ def _checked(scene: Scene, text: str) -> Scene:
 
 
 def scenes(family: str) -> list[Scene]:
-    """Every scene of one family, in a fixed order.
-
-    Raises:
-        ValueError: unknown family.
-    """
+    """Every scene of one family, in a fixed order. Raises ValueError if there is no such family."""
     kinds = list(product(COLOURS, SHAPES))
     if family == "single":
         return [Scene((Group(1, *kind),)) for kind in kinds]
@@ -145,15 +136,7 @@ def scenes(family: str) -> list[Scene]:
 
 
 def prompts(family: str, split: str) -> list[str]:
-    """The captions of one family in one split, in a fixed order.
-
-    Args:
-        family: "single", "count" or "relation".
-        split: "train" or "held_out".
-
-    Raises:
-        ValueError: unknown family or split.
-    """
+    """The captions of one of `FAMILIES` in "train" or "held_out", in a fixed order. Raises ValueError if there is no such one."""
     return in_split([caption(scene) for scene in scenes(family)], split)
 
 

@@ -17,12 +17,10 @@ MAX_TRIES = 10_000
 
 
 def coverage(shape: str, dy: np.ndarray, dx: np.ndarray, area: np.ndarray | float) -> np.ndarray:
-    """Share of each pixel that a shape of `area` px² covers, in [0, 1]; arguments broadcast.
+    """Share of each pixel that a "circle", an upright "square" or an equilateral "triangle", pointing up, covers, in [0, 1].
 
-    Args:
-        shape: "circle", "square" (upright) or "triangle" (equilateral, pointing up).
-        dy, dx: pixel centre minus the shape's centroid, px; y grows downwards.
-        area: px². Equal areas make the three shapes look equally large.
+    `dy` and `dx` are the pixel's centre minus the shape's centroid, px, y growing downwards; they and `area`, px², broadcast.
+    Equal areas make the three shapes look equally large.
     """
     if shape == "circle":
         inside = np.sqrt(area / math.pi) - np.sqrt(dy * dy + dx * dx)
@@ -47,15 +45,9 @@ def extent(shape: str, area: float) -> tuple[float, float, float]:
 
 
 def render(scene: Scene, rng: np.random.Generator, size: int = REFERENCE_SIZE) -> np.ndarray:
-    """A random picture of `scene`.
+    """A random picture of `scene`: uint8 (size, size, 3), RGB; `rng` draws places and sizes of the objects, which grow with `size`.
 
-    Args:
-        scene: what to show.
-        rng: places and sizes of the objects.
-        size: height and width, px; the objects grow with it.
-
-    Returns:
-        uint8 (size, size, 3), RGB. Objects lie apart, and the scene's relation holds clearly.
+    Objects lie apart, and the scene's relation holds clearly.
     """
     scale = size / REFERENCE_SIZE
     places = _place(scene, rng, scale, size)

@@ -54,17 +54,11 @@ class Verdict:
 
 
 def verify(image: np.ndarray, text: str) -> Verdict:
-    """Judge a picture by its caption.
+    """Judge a picture, uint8 (H, W, 3), RGB, by its caption.
 
     The constraints are, per wanted object, its colour and its shape in that colour; per group, the exact count; for
-    the picture, that nothing else is there; and the relation, if the caption has one.
-
-    Args:
-        image: uint8 (H, W, 3), RGB.
-        text: a caption of this task.
-
-    Raises:
-        ValueError: `image` is not uint8 (H, W, 3), or `text` is not a caption of this task.
+    the picture, that nothing else is there; and the relation, if the caption has one. Raises ValueError for another form
+    of picture, or if `text` is not a caption of this task.
     """
     constraints = _constraints(analyse(image), parse(text))
     return Verdict(sum(constraints.values()) / len(constraints), all(constraints.values()), constraints)
@@ -100,8 +94,7 @@ def _related(found: list[Found], scene: Scene) -> bool:
 def analyse(image: np.ndarray) -> list[Found]:
     """The objects in a picture, uint8 (H, W, 3): well-formed ones first by colour, then stray marks of no colour.
 
-    Raises:
-        ValueError: `image` is not uint8 (H, W, 3).
+    Raises ValueError for another form of picture.
     """
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
         raise ValueError(f"the verifier takes uint8 (H, W, 3) images, not {image.dtype} {image.shape}")
