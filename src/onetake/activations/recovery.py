@@ -288,7 +288,7 @@ class Recovery:
             self._foretold = max(self._foretold, known.peak + self.plan.bytes)
             self._saved += self.plan.seconds
         elif self._inside and self._probe is None:
-            if any(isinstance(unit.module, FSDPModule) for unit in self.units):
+            if self._sharded:
                 raise CaptureError(
                     f"{shape[0]} rows of {shape[1]} tokens are not in the profile, and blocks whose weights are sharded cannot be "
                     "run alone to be measured: take a step of that shape before fully_shard, with profile=…"
@@ -319,7 +319,14 @@ class Recovery:
             plan.table(),
         )
 
+    @property
+    def _sharded(self) -> bool:
+        return any(isinstance(unit.module, FSDPModule) for unit in self.units)
+
     def _check_gradients(self) -> None:
+        reached = [p for p in self.model.parameters() if p.grad is not None]
+        if not reached and self._sharded:  # FSDP2 has them to itself until the backward that sums them
+            return
         for unit in (unit for unit in self.units if unit.forwards):
             trainable = [p for p in unit.module.parameters() if p.requires_grad]
             if trainable and all(p.grad is None for p in trainable):
@@ -327,4 +334,4 @@ class Recovery:
                     f"{unit.name}: none of its {len(trainable)} trainable tensors got a gradient in the first step: it would not "
                     "train. Check that the loss depends on it, and that its inputs are not detached"
                 )
-        self._reached = [p for p in self.model.parameters() if p.grad is not None]
+        self._reached = reached
