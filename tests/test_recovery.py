@@ -14,7 +14,7 @@ from models import decoder, equal, gradients, planned, replan, tokens, transform
 from onetake.activations.measure import Bucket, Probe, Profile, fingerprint
 from onetake.activations.plan import MIB, Action, Option
 from onetake.activations.recovery import Recovery
-from onetake.memory import PeakMemory
+from onetake.memory import PeakMemory, peak_rss_mib
 from ranks import on_ranks, sharded_decoder
 
 H, E, R = Action.STORE, Action.ELEMENTWISE, Action.RECOMPUTE
@@ -203,6 +203,15 @@ def test_peak_memory_sees_what_was_freed_again():
     peak.restart()
     assert peak.bytes - before < 5 * MIB
     assert free > 0
+
+
+def test_the_peak_so_far_outlives_restarts():
+    peak = PeakMemory(torch.device("cpu"))
+    torch.ones(64 * MIB // 4)
+    highest = peak_rss_mib()
+    for _ in range(2):
+        assert peak.restart()
+        assert peak_rss_mib() == highest > peak.bytes / MIB + 50
 
 
 def test_sharded_weights_on_two_ranks_have_the_same_bits_whatever_each_rank_plans(tmp_path):

@@ -14,8 +14,9 @@ from peft import LoraConfig
 from models import decoder, tokens
 from onetake.activations.lossy import Lossy
 from onetake.activations.measure import Bucket, Profile, fingerprint
-from onetake.activations.plan import Action, Option
+from onetake.activations.plan import MIB, Action, Option
 from onetake.activations.recovery import Recovery
+from onetake.memory import peak_rss_mib
 from onetake.parallel import World
 from ranks import on_ranks
 
@@ -215,6 +216,22 @@ def test_ranks_skip_alike_and_only_what_leaves_their_sums_alone(tmp_path):
     alive = ["1000000111", "1100100011"]
     found = on_ranks(2, tmp_path / "ranks", trained_twice, tmp_path, alive)
     assert found == [(True, [0.0, 1.0, 0.0, 0.5, 0.0], [7, 0, 7, 0])] * 2
+
+
+def test_foretold_and_measured_peak_are_the_forwards_and_backwards(tmp_path):
+    """TRL generates and rewards inside the training step of every other micro-batch; this reward takes 128 MiB for a moment."""
+
+    def hungry(completions: list[str], **_: Any) -> list[float]:
+        torch.ones(128 * MIB // 4)
+        return mostly_even(completions)
+
+    ours = trainer(tmp_path, lora=True, dtype=torch.float32, loss="dapo", checkpointing=True, reward=hungry)
+    recovery = Recovery(ours.model, memory="100%").attach(ours)
+    ours.train()
+    last = recovery.report()  # its micro-batch did not generate, the one that was measured did
+    assert last["peak_mib"] == pytest.approx(last["predicted_peak_mib"], abs=32)
+    logged = [entry["recovery/peak_mib"] for entry in ours.state.log_history if "recovery/peak_mib" in entry]
+    assert max(logged) < peak_rss_mib() - 64
 
 
 def trained_sharded(world: World, folder: Path) -> dict[str, Any]:

@@ -187,7 +187,8 @@ class Recovery:
             self.require_lossy().decide(self.units, self.plan)
 
     def attach(self, trainer: Any) -> Recovery:
-        """Wrap the training step of a transformers Trainer; the means of what `report` tells go into its log as ``recovery/…``.
+        """Wrap the training step of a transformers Trainer; what `report` tells goes into its log as ``recovery/…``, means and, of
+        peaks, the highest.
 
         Of TRL's GRPOTrainer the log-probs and entropies are read too: where all their coefficients are zero, on all ranks, the
         micro-batch's backward is skipped, and with `lossy` they decide what may stay compressed.
@@ -207,7 +208,8 @@ class Recovery:
             for name, value in (item for report in reports for item in report.items()):
                 told.setdefault(f"recovery/{name}", []).append(value)
             reports.clear()
-            inner_log(logs | {name: sum(values) / len(values) for name, values in told.items()}, *args, **kwargs)
+            merged = {n: max(v) if n.endswith("peak_mib") else sum(v) / len(v) for n, v in told.items()}
+            inner_log(logs | merged, *args, **kwargs)
 
         trainer.training_step, trainer.log = training_step, log
         # TRL is optional: its trainer is known by this method, not by its class
@@ -233,6 +235,8 @@ class Recovery:
 
         def compute_loss(model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
             scored.clear()
+            if self._inside:
+                self.peak.restart()  # the step has generated and rewarded so far, which no plan changes
             loss = inner(model, *args, **kwargs)
             if scored and self._inside:
                 self._exposure = exposure(loss, scored)
