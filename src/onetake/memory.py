@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from onetake.allocator import malloc_bytes
+
 _forgotten: dict[str, float] = {"cpu": 0.0, "cuda": 0.0}  # the highest peaks that a restart cleared, MiB
 
 
@@ -41,6 +43,11 @@ class PeakMemory:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         return _kibibytes("/proc/self/status", "VmHWM") * 1024
+
+    @property
+    def used(self) -> int:
+        """Bytes in use now: given out by the device's allocator, or on CPU by malloc; 0 if not known."""
+        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else malloc_bytes()
 
     @property
     def free(self) -> int:

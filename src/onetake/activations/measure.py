@@ -32,10 +32,14 @@ Shape = tuple[int, int]
 
 @dataclass(kw_only=True)
 class Bucket:
-    """Measured on one shape: the peak of recomputing every unit, and options by unit, in the order units run."""
+    """Measured on one shape: the peak of recomputing every unit, and options by unit, in the order units run.
+
+    `used` is what was in use before, bytes; 0 if that is not known.
+    """
 
     shape: Shape
     peak: int = 0
+    used: int = 0
     options: dict[str, list[Option]] = field(default_factory=dict)
 
     def units(self, actions: Iterable[Action]) -> list[UnitOptions]:
@@ -79,6 +83,7 @@ class Profile:
             Bucket(
                 shape=(bucket["shape"][0], bucket["shape"][1]),
                 peak=bucket["peak"],
+                used=bucket.get("used", 0),
                 options={
                     name: [Option(**option | {"action": Action(option["action"])}) for option in options]
                     for name, options in bucket["options"].items()

@@ -40,6 +40,7 @@ from onetake.parallel.shard import FSDPModule
 log = logging.getLogger(__name__)
 
 TRL_SCORE = "_get_per_token_logps_and_entropies"  # TRL has no public name for it
+GROWN = 0.01  # of the peak: what may come into use without a new plan
 EXACT = (Action.STORE, Action.ELEMENTWISE, Action.RECOMPUTE)
 
 
@@ -84,6 +85,7 @@ class Recovery:
         self._holding: list[weakref.ref[Region]] = []  # of forwards that had the memory, until their backward
         self._probe: Probe | None = None  # of the step in progress
         self._peak = self._replays = 0
+        self._used = 0  # bytes in use when the peak was restarted
         self._forced: dict[str, Action] | None = None
         self._inside = False
         self._forwards = 0
@@ -98,7 +100,7 @@ class Recovery:
 
         If `strict`, raises CaptureError if no unit ran, or, the first time, if a unit's trainable parameters got no gradient.
         """
-        if not self.peak.restart():
+        if not self._restart_peak():
             raise CaptureError(
                 "the peak of this process cannot be measured here: /proc/self/clear_refs is not writable (not Linux, or a "
                 "container that forbids it). Recovery on CPU needs it; on CUDA it asks the allocator"
@@ -236,7 +238,7 @@ class Recovery:
         def compute_loss(model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
             scored.clear()
             if self._inside:
-                self.peak.restart()  # the step has generated and rewarded so far, which no plan changes
+                self._restart_peak()  # the step has generated and rewarded so far, which no plan changes
             loss = inner(model, *args, **kwargs)
             if scored and self._inside:
                 self._exposure = exposure(loss, scored)
@@ -285,6 +287,7 @@ class Recovery:
                 "the first"
             )
         elif known is not None:
+            self._grow(known)
             if known.shape not in self.plans or self.lossy is not None:
                 self._make_plan(known)
             self.plan = self.plans[known.shape]
@@ -301,9 +304,20 @@ class Recovery:
         elif not self._inside:
             capture.tell_once("a forward of unmeasured shape outside of step() is recomputed (R)")
 
+    def _restart_peak(self) -> bool:
+        self._used = self.peak.used
+        return self.peak.restart()
+
+    def _grow(self, bucket: Bucket) -> None:
+        """Add to its peak what came into use since it was measured: gradients, an optimizer's state. The plan is made anew."""
+        grown = self._used - bucket.used
+        if bucket.used and grown > bucket.peak * GROWN:
+            bucket.peak, bucket.used = bucket.peak + grown, self._used
+            self.plans.pop(bucket.shape, None)
+
     def _learn(self, probe: Probe) -> None:
         assert probe.shape is not None
-        bucket = Bucket(shape=probe.shape, peak=self._peak, options=probe.options())
+        bucket = Bucket(shape=probe.shape, peak=self._peak, used=self._used, options=probe.options())
         self.profile.buckets.append(bucket)
         self._make_plan(bucket)
         if self.path is not None:
