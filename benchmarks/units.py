@@ -4,7 +4,7 @@
 
 A layer of SmolLM2-135M's shape (width 576, MLP 1536, 9 heads, 3 of keys) with random weights, on which neither bytes nor
 seconds depend, and float32 LoRA r16 on every linear layer; one thread. Seconds are process CPU time of forward and backward of
-the layer alone, the median over rounds of what an action saves against an R right before it. `again` counts the matrix
+the layer alone, the least over rounds, and what an action saves is told against R. `again` counts the matrix
 products that backward runs a second time. `error` is L's, relative to the gradient of a random loss on the layer's LoRA.
 """
 

@@ -15,7 +15,7 @@ from onetake.activations import joint
 from onetake.activations.measure import Bucket, Probe, Profile, fingerprint
 from onetake.activations.plan import MIB, Action, Option
 from onetake.activations.recovery import Recovery
-from onetake.memory import PeakMemory
+from onetake.memory import PeakMemory, parse_budget, peak_rss_mib
 from ranks import on_ranks, sharded_decoder
 
 H, E, R = Action.STORE, Action.ELEMENTWISE, Action.RECOMPUTE
@@ -151,6 +151,26 @@ def test_stale_profiles_are_refused(tmp_path):
         Recovery(decoder(dtype=torch.bfloat16), memory=0, profile=written(path, decoder()))
 
 
+def test_what_came_into_use_since_the_measurement_is_foretold_and_leaves_less_to_plan_with():
+    """As gradients and an optimizer's state do; beside the peak 64 MiB are many times what these units could keep."""
+    model = decoder()
+    recovery = Recovery(model, memory="100%")
+    with recovery.step():
+        model(IDS, labels=IDS).loss.backward()
+    measured = recovery.profile.buckets[0].peak
+    recovery.memory = parse_budget(measured + 65 * MIB)
+    state, foretold = [], []
+    for _ in range(2):
+        with recovery.step():
+            model(IDS, labels=IDS).loss.backward()
+        foretold.append(recovery.report()["predicted_peak_mib"] * MIB - measured)
+        assert recovery.report()["peak_mib"] == pytest.approx(recovery.report()["predicted_peak_mib"], abs=16)
+        state.append(torch.ones(64 * MIB // 4))
+    assert foretold[0] < MIB < 63 * MIB < foretold[1] < 65 * MIB
+    with pytest.raises(ValueError, match="below the peak of recomputing every unit"), recovery.step():
+        model(IDS)
+
+
 def test_steps_that_capture_nothing_are_refused():
     model = decoder()
     recovery = Recovery(model, memory=0)
@@ -204,6 +224,15 @@ def test_peak_memory_sees_what_was_freed_again():
     peak.restart()
     assert peak.bytes - before < 5 * MIB
     assert free > 0
+
+
+def test_the_peak_so_far_outlives_restarts():
+    peak = PeakMemory(torch.device("cpu"))
+    torch.ones(64 * MIB // 4)
+    highest = peak_rss_mib()
+    for _ in range(2):
+        assert peak.restart()
+        assert peak_rss_mib() == highest > peak.bytes / MIB + 50
 
 
 def test_sharded_weights_on_two_ranks_have_the_same_bits_whatever_each_rank_plans(tmp_path):

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import DistributedType
 from peft import LoraConfig
 
-from models import decoder
+from models import decoder, tokens
 from onetake.activations.lossy import Lossy
 from onetake.activations.measure import Bucket, Profile, fingerprint
-from onetake.activations.plan import Action, Option
+from onetake.activations.plan import MIB, Action, Option
 from onetake.activations.recovery import Recovery
+from onetake.memory import LiveBytes, peak_rss_mib, storage_bytes
 from onetake.parallel import World
 from ranks import on_ranks
 
@@ -72,6 +76,8 @@ def trainer(
         seed=3,
         **more,
     )
+    if config.fsdp:  # accelerate shards what runs on GPUs only: ranks on CPUs would be data parallel, without a word
+        config.distributed_state.distributed_type = DistributedType.MULTI_GPU
     return trl.GRPOTrainer(
         model=decoder(dtype=dtype, dropout=0.1),
         reward_funcs=reward,
@@ -211,3 +217,91 @@ def test_ranks_skip_alike_and_only_what_leaves_their_sums_alone(tmp_path):
     alive = ["1000000111", "1100100011"]
     found = on_ranks(2, tmp_path / "ranks", trained_twice, tmp_path, alive)
     assert found == [(True, [0.0, 1.0, 0.0, 0.5, 0.0], [7, 0, 7, 0])] * 2
+
+
+def test_foretold_and_measured_peak_are_the_forwards_and_backwards(tmp_path):
+    """TRL generates and rewards inside the training step of every other micro-batch; this reward takes 128 MiB for a moment."""
+
+    def hungry(completions: list[str], **_: Any) -> list[float]:
+        torch.ones(128 * MIB // 4)
+        return mostly_even(completions)
+
+    ours = trainer(tmp_path, lora=True, dtype=torch.float32, loss="dapo", checkpointing=True, reward=hungry)
+    recovery = Recovery(ours.model, memory="100%").attach(ours)
+    ours.train()
+    last = recovery.report()  # its micro-batch did not generate, the one that was measured did
+    assert last["peak_mib"] == pytest.approx(last["predicted_peak_mib"], abs=32)
+    logged = [entry["recovery/peak_mib"] for entry in ours.state.log_history if "recovery/peak_mib" in entry]
+    assert max(logged) < peak_rss_mib() - 64
+
+
+class Counted:
+    """The peak by tensors instead of resident memory, which is too coarse for a tiny model."""
+
+    free = 0
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+        self.live = LiveBytes()
+        self.live.now = storage_bytes(known)
+
+    def restart(self) -> bool:
+        self.live.restart()
+        return True
+
+    @property
+    def used(self) -> int:
+        return self.live.now
+
+    @property
+    def bytes(self) -> int:
+        return self.live.peak
+
+
+def test_gradients_and_optimizer_state_are_in_the_peak_foretold(tmp_path):
+    """They come after the micro-batch that is measured; foretold is to the percent at which a new plan is made."""
+    ours = trainer(tmp_path, lora=False, dtype=torch.float32, loss="dapo", checkpointing=True, max_steps=3)
+    recovery = Recovery(ours.model, memory="1.5x")
+    counted: Any = Counted(ours.model.parameters())
+    recovery.peak = counted
+    recovery.attach(ours)
+    with counted.live:
+        ours.train()
+    last = recovery.report()
+    assert last["kept_mib"] > 0
+    assert last["peak_mib"] == pytest.approx(last["predicted_peak_mib"], rel=0.01)
+
+
+def trained_sharded(world: World, folder: Path) -> dict[str, Any]:
+    """Under FSDP2, by weights and dtype: whether recovery gave the stock trainer's shards, whether they moved, and replays."""
+    found: dict[str, Any] = {}
+    for lora, dtype in product((True, False), (torch.float32, torch.bfloat16)):
+        settings: dict[str, Any] = {"lora": lora, "dtype": dtype, "loss": "dapo", "fsdp": True}
+        stock = trainer(folder / "stock", checkpointing=False, **settings)
+        start = {n: p.detach().clone() for n, p in stock.model.named_parameters()}
+        stock.train()
+        ours = trainer(folder / "ours", checkpointing=True, **settings)
+        if lora:
+            path = profile(folder / f"{dtype} {world.rank}.json", ours.model)
+            recovery = Recovery(ours.model, memory=1024, profile=path)
+        else:
+            recovery, ids = Recovery(ours.model, memory="100%"), tokens(4, 15)
+            with torch.random.fork_rng(), recovery.step():
+                ours.model(ids, labels=ids).loss.backward()
+            ours.model.zero_grad()
+        recovery.attach(ours)
+        ours.train()
+        end = dict(stock.model.named_parameters())
+        equal = all(torch.equal(p.to_local(), end[n].to_local()) for n, p in ours.model.named_parameters())
+        moved = any(not torch.equal(p.full_tensor(), start[n]) for n, p in end.items())
+        found[f"{'lora' if lora else 'full'} {dtype}"] = equal, moved, [unit.replays for unit in recovery.units]
+    return found
+
+
+def test_sharded_weights_are_the_stock_trainers_bit_for_bit(tmp_path):
+    """The profile is from before sharding, written for LoRA, measured for full weights (a replay each). Of two micro-batches to an
+    update FSDP2 keeps the first one's gradients to itself.
+    """
+    found = on_ranks(2, tmp_path / "ranks", trained_sharded, tmp_path)
+    planned = {"lora": [4, 0, 4, 0], "full": [1] * 4}
+    names = [f"{weights} torch.{dtype}" for weights in planned for dtype in ("float32", "bfloat16")]
+    assert found == [{name: (True, True, planned[name[:4]]) for name in names}] * 2

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import resource
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,7 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from onetake.metrics import peak_rss_mib
+from onetake.allocator import malloc_bytes
+
+_forgotten: dict[str, float] = {"cpu": 0.0, "cuda": 0.0}  # the highest peaks that a restart cleared, MiB
 
 
 class PeakMemory:
@@ -24,6 +28,7 @@ class PeakMemory:
 
     def restart(self) -> bool:
         """Forget the peak so far. False where that is impossible, and later ones not known: not Linux, or a strict container."""
+        _forgotten[self._device.type] = peak_mib(self._device)
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             return True
@@ -38,6 +43,11 @@ class PeakMemory:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         return _kibibytes("/proc/self/status", "VmHWM") * 1024
+
+    @property
+    def used(self) -> int:
+        """Bytes in use now: given out by the device's allocator, or on CPU by malloc; 0 if not known."""
+        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else malloc_bytes()
 
     @property
     def free(self) -> int:
@@ -92,8 +102,16 @@ class LiveBytes(TorchDispatchMode):
 
 
 def peak_mib(device: torch.device) -> float:
-    """The most memory in use so far, MiB: on a GPU what its allocator gave out, else resident memory of the process."""
-    return torch.cuda.max_memory_allocated(device) / (1 << 20) if device.type == "cuda" else peak_rss_mib()
+    """The most memory in use so far, MiB, `restart` or not: on a GPU what its allocator gave out, else `peak_rss_mib`."""
+    if device.type != "cuda":
+        return peak_rss_mib()
+    return max(_forgotten["cuda"], torch.cuda.max_memory_allocated(device) / (1 << 20))
+
+
+def peak_rss_mib() -> float:
+    """Highest resident memory of this process so far, MiB (the kernel counts KiB on Linux, bytes on macOS)."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on Linux a restart clears it too
+    return max(_forgotten["cpu"], peak / (1 << 20 if sys.platform == "darwin" else 1 << 10))
 
 
 def parse_bytes(text: str, name: str = "memory") -> int:

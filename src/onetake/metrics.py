@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
-import sys
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -56,7 +54,7 @@ METRICS: dict[str, str] = {
     "peak_rss_mib": "highest resident memory of the process so far, MiB (of rank 0)",
     "completion_tokens": "mean length of an update's completions, tokens",
     "recovery": "what an activation plan did, by name (docs/activations.md): of the last pass with gradients; for language the "
-    "mean over the update's micro-batches",
+    "mean over the update's micro-batches, of peaks the highest",
     "ranks": "on several ranks, of each: `peak_mib` so far (the GPU allocator's, else as above) and seconds, waiting included",
     "n": "images or completions in the evaluation",
     "stderr": "standard error of success_rate, √(p(1−p)/n)",
@@ -118,9 +116,3 @@ class Elapsed:
 
     def columns(self) -> dict[str, float]:
         return {"wall_s": time.perf_counter() - self._wall, "cpu_s": time.process_time() - self._cpu}
-
-
-def peak_rss_mib() -> float:
-    """Highest resident memory of this process so far, MiB (the kernel counts KiB on Linux, bytes on macOS)."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (1 << 20) if sys.platform == "darwin" else peak / (1 << 10)

@@ -23,8 +23,8 @@ from onetake.evaluation import Evaluation, evaluate
 from onetake.execution import EXECUTIONS, Execution, Recompute
 from onetake.execution.preflight import Preflight, drifted, preflight, recheck
 from onetake.execution.sampling import deal, redeal, sample, score
-from onetake.memory import peak_mib
-from onetake.metrics import Elapsed, Log, Stopwatch, peak_rss_mib
+from onetake.memory import peak_mib, peak_rss_mib
+from onetake.metrics import Elapsed, Log, Stopwatch
 from onetake.optimizer import Optimizer
 from onetake.parallel import ALONE, World
 from onetake.policies import leaves, trainable

@@ -1,8 +1,8 @@
 """What each action costs, measured: bytes from one forward's hooks, seconds from paired runs of one unit at a time.
 
-A unit is measured where it is called, with the inputs it is called with, on its own: forward and backward under R and under
-every other action in turn, so that a slow moment of the machine hits both sides of a difference. Units of one kind (same
-class, shapes and trainable parameters) share the figures of the first few. Bytes are exact, seconds are medians.
+A unit is measured where it is called, with the inputs it is called with, on its own: forward and backward under every action
+in turn, several times. Units of one kind (same class, shapes and trainable parameters) share the figures of the first few.
+Bytes are exact; seconds are those of the fastest time each, since all that disturbs a measurement makes it slower.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
@@ -32,10 +31,14 @@ Shape = tuple[int, int]
 
 @dataclass(kw_only=True)
 class Bucket:
-    """Measured on one shape: the peak of recomputing every unit, and options by unit, in the order units run."""
+    """Measured on one shape: the peak of recomputing every unit, and options by unit, in the order units run.
+
+    `used` is what was in use before, bytes; 0 if that is not known.
+    """
 
     shape: Shape
     peak: int = 0
+    used: int = 0
     options: dict[str, list[Option]] = field(default_factory=dict)
 
     def units(self, actions: Iterable[Action]) -> list[UnitOptions]:
@@ -79,6 +82,7 @@ class Profile:
             Bucket(
                 shape=(bucket["shape"][0], bucket["shape"][1]),
                 peak=bucket["peak"],
+                used=bucket.get("used", 0),
                 options={
                     name: [Option(**option | {"action": Action(option["action"])}) for option in options]
                     for name, options in bucket["options"].items()
@@ -106,42 +110,49 @@ def fingerprint(model: nn.Module, units: list[Unit]) -> dict[str, str]:
     }
 
 
+Measured = dict[Action, tuple[float, int]]
+"""Least seconds of a unit's forward and backward, and bytes kept."""
+
+
 class Probe:
     """Measures units as they are called. Give it to a `Capture` as its probe for one forward."""
 
-    def __init__(self, actions: Iterable[Action], templates: Templates, *, rounds: int = 3, per_kind: int = 2) -> None:
+    def __init__(self, actions: Iterable[Action], templates: Templates, *, rounds: int = 5, per_kind: int = 2) -> None:
         self.templates = templates
         self.actions = [action for action in actions if action != Action.RECOMPUTE]
         self.rounds = rounds
         self.per_kind = per_kind
         self.shape: Shape | None = None
         self._seen: dict[str, Any] = {}  # unit → kind
-        self._found: dict[Any, list[list[Option]]] = {}
+        self._found: dict[Any, list[Measured]] = {}
 
     def __call__(self, unit: Unit, kind: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.shape = self.shape or shape_of(next(a for a in args if isinstance(a, Tensor)))
         self._seen[unit.name] = kind
         found = self._found.setdefault(kind, [])
         if len(found) < self.per_kind:
-            found.append(self._options(unit, function, args))
+            found.append(self._measured(unit, function, args))
 
     def options(self) -> dict[str, list[Option]]:
-        """By unit: bytes of its kind, and the median of its kind's seconds."""
-        merged = {kind: [_merged(same) for same in zip(*found, strict=True)] for kind, found in self._found.items()}
+        """By unit: the most bytes of its kind, and its kind's seconds."""
+        merged = {kind: self._merged(found) for kind, found in self._found.items()}
         return {name: merged[kind] for name, kind in self._seen.items()}
 
-    def _options(self, unit: Unit, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Option]:
+    def _measured(self, unit: Unit, function: Callable[..., Any], args: tuple[Any, ...]) -> Measured:
+        actions = (Action.RECOMPUTE, *self.actions)
         trial = partial(_trial, self.templates, unit, function, args)
-        bytes_ = {action: trial(action)[1] for action in (Action.RECOMPUTE, *self.actions)}  # and records templates
-        saved: dict[Action, list[float]] = {action: [] for action in self.actions}
-        for turn in range(self.rounds):
-            order = self.actions[turn % len(self.actions) :] + self.actions[: turn % len(self.actions)]
-            for action in order:
-                slow, fast = trial(Action.RECOMPUTE)[0], trial(action)[0]
-                saved[action].append(slow - fast)
+        bytes_ = {action: trial(action)[1] for action in actions}  # and records templates
+        times = [{action: trial(action)[0] for action in actions} for _ in range(self.rounds)]
+        return {action: (min(time[action] for time in times), bytes_[action]) for action in actions}
+
+    def _merged(self, found: list[Measured]) -> list[Option]:
+        def fastest(action: Action) -> float:
+            return min(measured[action][0] for measured in found)
+
+        slow = fastest(Action.RECOMPUTE)
         return [
-            Option(action=action, bytes=bytes_[action], seconds=statistics.median(saved[action]))
-            for action in self.actions
+            Option(action=a, bytes=max(measured[a][1] for measured in found), seconds=slow - fastest(a))
+            for a in self.actions
         ]
 
 
@@ -175,8 +186,3 @@ def now(device: torch.device) -> float:
         torch.cuda.synchronize(device)
         return time.perf_counter()
     return time.process_time()
-
-
-def _merged(same: tuple[Option, ...]) -> Option:
-    seconds = statistics.median(option.seconds for option in same)
-    return Option(action=same[0].action, bytes=max(option.bytes for option in same), seconds=seconds)

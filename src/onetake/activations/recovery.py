@@ -40,6 +40,7 @@ from onetake.parallel.shard import FSDPModule
 log = logging.getLogger(__name__)
 
 TRL_SCORE = "_get_per_token_logps_and_entropies"  # TRL has no public name for it
+GROWN = 0.01  # of the peak: what may come into use without a new plan
 EXACT = tuple(action for action in Action if action != Action.COMPRESS)
 
 
@@ -85,6 +86,7 @@ class Recovery:
         self._holding: list[weakref.ref[Region]] = []  # of forwards that had the memory, until their backward
         self._probe: Probe | None = None  # of the step in progress
         self._peak = self._replays = 0
+        self._used = 0  # bytes in use when the peak was restarted
         self._forced: dict[str, Action] | None = None
         self._inside = False
         self._forwards = 0
@@ -99,7 +101,7 @@ class Recovery:
 
         If `strict`, raises CaptureError if no unit ran, or, the first time, if a unit's trainable parameters got no gradient.
         """
-        if not self.peak.restart():
+        if not self._restart_peak():
             raise CaptureError(
                 "the peak of this process cannot be measured here: /proc/self/clear_refs is not writable (not Linux, or a "
                 "container that forbids it). Recovery on CPU needs it; on CUDA it asks the allocator"
@@ -188,7 +190,8 @@ class Recovery:
             self.require_lossy().decide(self.units, self.plan)
 
     def attach(self, trainer: Any) -> Recovery:
-        """Wrap the training step of a transformers Trainer; the means of what `report` tells go into its log as ``recovery/…``.
+        """Wrap the training step of a transformers Trainer; what `report` tells goes into its log as ``recovery/…``, means and, of
+        peaks, the highest.
 
         Of TRL's GRPOTrainer the log-probs and entropies are read too: where all their coefficients are zero, on all ranks, the
         micro-batch's backward is skipped, and with `lossy` they decide what may stay compressed.
@@ -208,7 +211,8 @@ class Recovery:
             for name, value in (item for report in reports for item in report.items()):
                 told.setdefault(f"recovery/{name}", []).append(value)
             reports.clear()
-            inner_log(logs | {name: sum(values) / len(values) for name, values in told.items()}, *args, **kwargs)
+            merged = {n: max(v) if n.endswith("peak_mib") else sum(v) / len(v) for n, v in told.items()}
+            inner_log(logs | merged, *args, **kwargs)
 
         trainer.training_step, trainer.log = training_step, log
         # TRL is optional: its trainer is known by this method, not by its class
@@ -234,6 +238,8 @@ class Recovery:
 
         def compute_loss(model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
             scored.clear()
+            if self._inside:
+                self._restart_peak()  # the step has generated and rewarded so far, which no plan changes
             loss = inner(model, *args, **kwargs)
             if scored and self._inside:
                 self._exposure = exposure(loss, scored)
@@ -292,6 +298,7 @@ class Recovery:
                 "the first"
             )
         elif known is not None:
+            self._grow(known)
             if known.shape not in self.plans or self.lossy is not None:
                 self._make_plan(known)
             self.plan = self.plans[known.shape]
@@ -299,7 +306,7 @@ class Recovery:
             self._foretold = max(self._foretold, known.peak + self.plan.bytes)
             self._saved += self.plan.seconds
         elif self._inside and self._probe is None:
-            if any(isinstance(unit.module, FSDPModule) for unit in self.units):
+            if self._sharded:
                 raise CaptureError(
                     f"{shape[0]} rows of {shape[1]} tokens are not in the profile, and blocks whose weights are sharded cannot be "
                     "run alone to be measured: take a step of that shape before fully_shard, with profile=…"
@@ -308,9 +315,20 @@ class Recovery:
         elif not self._inside:
             capture.tell_once("a forward of unmeasured shape outside of step() is recomputed (R)")
 
+    def _restart_peak(self) -> bool:
+        self._used = self.peak.used
+        return self.peak.restart()
+
+    def _grow(self, bucket: Bucket) -> None:
+        """Add to its peak what came into use since it was measured: gradients, an optimizer's state. The plan is made anew."""
+        grown = self._used - bucket.used
+        if bucket.used and grown > bucket.peak * GROWN:
+            bucket.peak, bucket.used = bucket.peak + grown, self._used
+            self.plans.pop(bucket.shape, None)
+
     def _learn(self, probe: Probe) -> None:
         assert probe.shape is not None
-        bucket = Bucket(shape=probe.shape, peak=self._peak, options=probe.options())
+        bucket = Bucket(shape=probe.shape, peak=self._peak, used=self._used, options=probe.options())
         self.profile.buckets.append(bucket)
         self._make_plan(bucket)
         if self.path is not None:
@@ -330,7 +348,14 @@ class Recovery:
             plan.table(),
         )
 
+    @property
+    def _sharded(self) -> bool:
+        return any(isinstance(unit.module, FSDPModule) for unit in self.units)
+
     def _check_gradients(self) -> None:
+        reached = [p for p in self.model.parameters() if p.grad is not None]
+        if not reached and self._sharded:  # FSDP2 has them to itself until the backward that sums them
+            return
         for unit in (unit for unit in self.units if unit.forwards):
             trainable = [p for p in unit.module.parameters() if p.requires_grad]
             if trainable and all(p.grad is None for p in trainable):
@@ -338,4 +363,4 @@ class Recovery:
                     f"{unit.name}: none of its {len(trainable)} trainable tensors got a gradient in the first step: it would not "
                     "train. Check that the loss depends on it, and that its inputs are not detached"
                 )
-        self._reached = [p for p in self.model.parameters() if p.grad is not None]
+        self._reached = reached

@@ -19,7 +19,8 @@ from onetake.activations.recovery import Recovery
 from onetake.allocator import keep_freed_memory
 from onetake.language.recipe import SMOLLM2, LanguagePolicy, LanguageRecipe
 from onetake.language.sums import Sums
-from onetake.metrics import Elapsed, Log, peak_rss_mib
+from onetake.memory import peak_rss_mib
+from onetake.metrics import Elapsed, Log
 from onetake.policies.loading import DTYPES
 
 Line = dict[str, Any]
