@@ -207,6 +207,7 @@ def main() -> None:
     parser.add_argument(
         "--only", help="configurations whose name contains one of these, separated by commas, and the base"
     )
+    parser.add_argument("--figure", type=Path, help="draw the last table")
     parser.add_argument("--save", type=Path, help="write every figure as JSON")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
@@ -235,15 +236,15 @@ def main() -> None:
                 figures[name].append(timed(runs[name]) | peaks[name])
                 print(f"round {turn + 1}: {name}: {figures[name][-1]}", flush=True)
         show(figures)
+    if arguments.figure:
+        draw(figures, arguments.figure)
     if arguments.save:
         arguments.save.parent.mkdir(parents=True, exist_ok=True)
         arguments.save.write_text(json.dumps(figures, indent=1))
 
 
 def show(figures: dict[str, list[Figures]]) -> None:
-    def least(name: str, key: str) -> float:
-        return min(run[key] for run in figures[name])
-
+    least = partial(_least, figures)
     print(
         f"\n{'':<28}{'peak MiB':>9} {'share':>6} {'CPU s':>7} {'wall s':>7} {'gain':>7}  {'plan':<14}{'predicted MiB, s saved':>24}"
     )
@@ -255,6 +256,31 @@ def show(figures: dict[str, list[Figures]]) -> None:
         if "plan" in run:
             line += f"  {run['plan']:<14}{run['predicted']:18.0f} {run['saved']:5.2f}"
         print(line)
+
+
+def draw(figures: dict[str, list[Figures]], path: Path) -> None:
+    """Throughput gained over full checkpointing against the peak, of the same."""
+    from matplotlib.figure import Figure
+
+    least = partial(_least, figures)
+    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+    axes = figure.subplots()
+    at = {
+        n: (least(n, "peak") / least(BASE, "peak"), 100 * (least(BASE, "cpu") / least(n, "cpu") - 1)) for n in figures
+    }
+    for kind, marker in (("recovery", "o-"), ("H L R only", "s-")):
+        axes.plot(*zip(*sorted(at[n] for n in at if n.startswith(kind)), strict=True), marker, label=kind)
+    for name in (n for n in at if not n.startswith(("recovery", "H L R"))):
+        axes.plot(*at[name], "D", color="0.4")
+        axes.annotate(name, at[name], xytext=(6, -3), textcoords="offset points", fontsize=8, color="0.3")
+    axes.set(xlabel="peak memory ÷ full checkpointing", ylabel="throughput gained, %")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=160)
+
+
+def _least(figures: dict[str, list[Figures]], name: str, key: str) -> float:
+    return min(run[key] for run in figures[name])
 
 
 if __name__ == "__main__":

@@ -177,6 +177,19 @@ def test_calibration_is_kept_in_the_profile(tmp_path):
     assert again.require_lossy().sensitivity == told
 
 
+def test_dead_micro_batches_do_not_calibrate(tmp_path):
+    """A group with equal rewards has no gradient to err in: it leaves κ as it is, and alone it is refused."""
+    recovery = compressing(tmp_path / "p.json", 0.01, layers=1)
+    alive, dead = policy_gradient(recovery, 1), policy_gradient(recovery, 2, scale=0.0)
+    calibrate(recovery, [alive])
+    alone = recovery.require_lossy().sensitivity
+    assert [bool(found.error) for found in calibrate(recovery, [dead, alive])] == [False, True]
+    assert recovery.require_lossy().sensitivity == alone
+    with pytest.raises(ValueError, match="all 2 micro-batches that tried a LlamaDecoderLayer had a zero gradient"):
+        calibrate(recovery, [dead, dead])
+    assert recovery.require_lossy().sensitivity == alone
+
+
 def test_the_linear_form_adds_errors_and_so_accepts_fewer_units(tmp_path):
     """Four units foretold to err by 1 % each: 2 % together in squares, 4 % in the paper's form, under a budget of 2.5 %."""
     accepted, risks = {}, {}

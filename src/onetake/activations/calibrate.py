@@ -31,23 +31,35 @@ class Intervention:
 def intervene(recovery: Recovery, run: Callable[[], None], actions: dict[str, Action]) -> Intervention:
     """The error that `actions` on some units put into the gradient of one micro-batch; the others run under R.
 
-    `run` does the forward, hands the log-probs to ``recovery.watch``, and does the backward. Gradients are left cleared.
+    `run` does the forward, hands the log-probs to ``recovery.watch``, and does the backward. Gradients are left cleared. Without a
+    gradient, as of dead groups, exposure and error are 0.
     """
     exact, exposure = _gradient(recovery, run, {})
-    lossy, _ = _gradient(recovery, run, actions)
     size = norm(exact)
+    if not size:
+        return Intervention(unit=" ".join(actions), exposure=0.0, error=0.0)
+    lossy, _ = _gradient(recovery, run, actions)
     error = norm([a - b for a, b in zip(lossy, exact, strict=True)])
     return Intervention(unit=" ".join(actions), exposure=exposure / size, error=error / size)
 
 
 def calibrate(recovery: Recovery, runs: Sequence[Callable[[], None]]) -> list[Intervention]:
-    """Fill in the recovery's sensitivities from one intervention per run, units taken in an even stride."""
+    """Fill in the recovery's sensitivities from one intervention per run, units taken in an even stride.
+
+    Raises ValueError if none of the runs that tried a kind of unit had a gradient.
+    """
     units = recovery.units
     kinds: dict[Any, list[Intervention]] = {}
     for index, run in enumerate(runs):
         unit = units[index * len(units) // len(runs) if len(runs) < len(units) else index % len(units)]
         found = intervene(recovery, run, {unit.name: Action.COMPRESS})
         kinds.setdefault(type(unit.module), []).append(found)
+    for kind, found in kinds.items():
+        if not any(intervention.exposure for intervention in found):
+            raise ValueError(
+                f"calibrate: all {len(found)} micro-batches that tried a {kind.__name__} had a zero gradient, which tells nothing "
+                "of its sensitivity; use micro-batches whose groups are not all dead"
+            )
     slopes = {kind: slope([(i.exposure, i.error) for i in found]) for kind, found in kinds.items()}
     recovery.learn_sensitivity({u.name: slopes[type(u.module)] for u in units if type(u.module) in slopes})
     return [intervention for found in kinds.values() for intervention in found]

@@ -125,7 +125,7 @@ class Recovery:
             )
         if self.lossy is not None:
             self.lossy.end(self.model.parameters())
-            self._expected = self._expected if self._skipped else self.lossy.exposure
+            self._expected = self.lossy.exposure or self._expected  # a dead micro-batch says nothing of the next
         if strict and self._reached is None:
             self._check_gradients()
         if self._probe is not None:
