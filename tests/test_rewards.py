@@ -19,7 +19,8 @@ from onetake.rewards import Rewards, load_reward, load_rewards
 from onetake.rewards.clip import PICKSCORE, ClipScore
 from onetake.session import opened
 from onetake.train import Watcher, train
-from tiny import clip_tokenizer, tiny_recipe
+from tiny import tiny_recipe
+from tiny_parts import clip_tokenizer
 
 PROMPTS = ["first", "second third", "first second third first second third first second third"]
 
