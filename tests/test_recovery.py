@@ -164,7 +164,8 @@ def test_what_came_into_use_since_the_measurement_is_foretold_and_leaves_less_to
         with recovery.step():
             model(IDS, labels=IDS).loss.backward()
         foretold.append(recovery.report()["predicted_peak_mib"] * MIB - measured)
-        assert recovery.report()["peak_mib"] == pytest.approx(recovery.report()["predicted_peak_mib"], abs=16)
+        # at most, since in a long process what comes into use can fill holes that were resident before
+        assert recovery.report()["peak_mib"] < recovery.report()["predicted_peak_mib"] + 16
         state.append(torch.ones(64 * MIB // 4))
     assert foretold[0] < MIB < 63 * MIB < foretold[1] < 65 * MIB
     with pytest.raises(ValueError, match="below the peak of recomputing every unit"), recovery.step():
