@@ -12,10 +12,8 @@ gradient grows with the trained parameters, and is small here.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-import warnings
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -31,8 +29,7 @@ from onetake.activations.lossy import Lossy
 from onetake.activations.measure import Bucket
 from onetake.activations.plan import Action, Option
 from onetake.activations.recovery import Recovery
-from onetake.allocator import keep_freed_memory
-from recovery import load, log_probs, update
+from recovery import begin, load, log_probs, sized, update
 
 SHAPE = 2, 8
 BASES = "none", "checkpointing"
@@ -82,16 +79,8 @@ def seconds(model: Any, recovery: Recovery | None, ids: Tensor, advantages: Tens
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--rows", type=int, default=8, help="of the real update, as are the next two")
-    parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    arguments = parser.parse_args()
-    warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-    torch.set_num_threads(1)
-    keep_freed_memory()
-    torch.manual_seed(0)
+    arguments = sized(__doc__, 30).parse_args()
+    begin()
 
     real = load(arguments.dtype)
     ids = torch.randint(0, real.config.vocab_size, (arguments.rows, arguments.length))

@@ -39,7 +39,7 @@ from onetake.activations.lossy import Lossy
 from onetake.activations.measure import Templates
 from onetake.activations.plan import MIB, Action
 from onetake.activations.recovery import EXACT, Recovery
-from onetake.allocator import keep_freed_memory
+from onetake.allocator import MMAP_THRESHOLD, keep_freed_memory
 from onetake.language import run as language
 from onetake.language.recipe import LanguagePolicy
 from onetake.memory import PeakMemory
@@ -49,6 +49,24 @@ BUDGETS = ("1.00x", "1.05x", "1.10x", "1.25x", "1.50x", "2.00x", "3.00x")
 HILORE = (Action.STORE, Action.COMPRESS, Action.RECOMPUTE)
 BASE = "full checkpointing"
 Figures = dict[str, Any]
+
+
+def sized(description: str | None, rounds: int) -> argparse.ArgumentParser:
+    """The options that benchmarks of units have in common."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    return parser
+
+
+def begin() -> None:
+    """One thread, memory that stays, the same random numbers."""
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    torch.manual_seed(0)
 
 
 def load(dtype: Literal["bfloat16", "float32"]) -> Any:
@@ -85,7 +103,7 @@ def update(model: Any, ids: Tensor, advantages: Tensor, watch: Callable[[Tensor]
 def return_freed_memory() -> None:
     """Have glibc give every tensor a mapping of its own, and return what it holds of others."""
     libc = ctypes.CDLL(None)
-    libc.mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD
+    libc.mallopt(MMAP_THRESHOLD, 1 << 16)
     libc.malloc_trim(0)
 
 
@@ -199,21 +217,14 @@ def measure_profile(model: Any, step: Callable[[], None], path: Path, peak: int)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser = sized(__doc__, 3)
     parser.add_argument(
         "--only", help="configurations whose name contains one of these, separated by commas, and the base"
     )
     parser.add_argument("--figure", type=Path, help="draw the last table")
     parser.add_argument("--save", type=Path, help="write every figure as JSON")
     arguments = parser.parse_args()
-    warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-    torch.set_num_threads(1)
-    keep_freed_memory()
-    torch.manual_seed(0)
+    begin()
     model = load(arguments.dtype)
     ids = torch.randint(0, model.config.vocab_size, (arguments.rows, arguments.length))
     step = partial(update, model, ids, torch.randn(arguments.rows))

@@ -10,9 +10,7 @@ products that backward runs a second time. `error` is L's, relative to the gradi
 
 from __future__ import annotations
 
-import argparse
 import time
-import warnings
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -24,22 +22,14 @@ from onetake.activations.capture import Capture
 from onetake.activations.measure import Probe
 from onetake.activations.plan import MIB, Action, UnitOptions
 from onetake.activations.solve import solve
-from onetake.allocator import keep_freed_memory
+from recovery import begin, sized
 
 LAYERS = 30
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--rounds", type=int, default=7)
-    arguments = parser.parse_args()
-    warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-    torch.set_num_threads(1)
-    keep_freed_memory()
-    torch.manual_seed(0)
+    arguments = sized(__doc__, 7).parse_args()
+    begin()
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=576,

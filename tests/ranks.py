@@ -454,3 +454,37 @@ def sharded_decoder(ranks: World) -> dict[str, Any]:
         except CaptureError as error:
             found[f"{dtype} unmeasured"] = str(error)
     return found
+
+
+def grown(ranks: World) -> tuple[list[tuple[float, float, float]], str]:
+    """Of two steps, before and after 64 MiB come into use: growth and peak foretold, and measured, MiB. What a third is told."""
+    from models import decoder, tokens
+    from onetake.activations.plan import MIB
+    from onetake.activations.recovery import Recovery
+    from onetake.memory import parse_budget
+
+    model, ids = decoder(), tokens()
+    for _ in range(2):  # what is loaded and allocated once in a process, is so before it counts
+        recovery = Recovery(model, memory="100%")
+        for _ in range(2):
+            with recovery.step():
+                model(ids, labels=ids).loss.backward()
+        recovery.detach()
+    recovery = Recovery(model, memory="100%")
+    with recovery.step():
+        model(ids, labels=ids).loss.backward()
+    measured = recovery.profile.buckets[0].peak
+    recovery.memory = parse_budget(measured + 65 * MIB)
+    state, told = [], []
+    for _ in range(2):
+        with recovery.step():
+            model(ids, labels=ids).loss.backward()
+        report = recovery.report()
+        told.append((report["predicted_peak_mib"] - measured / MIB, report["predicted_peak_mib"], report["peak_mib"]))
+        state.append(torch.ones(64 * MIB // 4))
+    try:
+        with recovery.step():
+            model(ids)
+    except ValueError as error:
+        return told, str(error)
+    return told, "nothing"

@@ -23,7 +23,7 @@ from onetake.policies.loading import PolicyConfig
 from onetake.session import opened
 from onetake.train import Watcher, train
 from onetake.verify import measured_plans, verify_actions
-from tiny import tiny_recipe
+from tiny import tiny_recipe_file
 from tiny_families import CASES, tiny
 
 CHECKPOINTING = "policy.gradient_checkpointing=true"
@@ -31,10 +31,8 @@ CHECKPOINTING = "policy.gradient_checkpointing=true"
 
 @pytest.fixture(scope="module")
 def recipe_file(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("recipe")
     sizes = {"optimizer": {"learning_rate": 0.05}, "evaluation": {"samples": 2}, "updates": 3}
-    (root / "recipe.yaml").write_text(tiny_recipe(root, **sizes))
-    return root / "recipe.yaml"
+    return tiny_recipe_file(tmp_path_factory.mktemp("recipe"), **sizes)
 
 
 def trained(recipe_file: Path, folder: Path, *overrides: str) -> tuple[dict[str, torch.Tensor], list[dict]]:

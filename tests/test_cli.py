@@ -245,3 +245,13 @@ def test_a_drawn_video_is_saved_with_all_its_frames(tmp_path):
     path = save_drawn(frames, tmp_path / "000-00-a-v1.5-clip")
     with Image.open(path) as video:
         assert (path.name, video.n_frames) == ("000-00-a-v1.5-clip.gif", 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [([], "the recipe has none"), (["--world", "4"], "--world measures nothing")],
+)
+def test_leaving_one_out_of_nothing_is_refused(arguments, told):
+    result = CliRunner().invoke(app, ["plan", "shapes", "--leave-one-out", *arguments])
+    assert result.exit_code == 2
+    assert told in " ".join(result.output.split())

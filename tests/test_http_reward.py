@@ -21,7 +21,7 @@ from onetake.records import Prompt
 from onetake.rewards import http, load_rewards
 from onetake.session import opened
 from onetake.train import Watcher, train
-from tiny import tiny_recipe
+from tiny import tiny_recipe_file
 
 
 class Server:
@@ -122,7 +122,7 @@ def test_a_server_that_cannot_be_reached_is_named():
 
 
 def test_a_run_asks_once_for_every_micro_batch(server, tmp_path):
-    (tmp_path / "recipe.yaml").write_text(tiny_recipe(tmp_path))
+    tiny_recipe_file(tmp_path)
     changes = [f"task.reward={server.url}", f"out={tmp_path / 'run'}", "updates=1", "evaluation.prompts=1"]
     session = opened(str(tmp_path / "recipe.yaml"), changes)
     train(session.recipe, session.folder, config.dump(session.recipe), Watcher(say=lambda text: None))

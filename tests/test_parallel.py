@@ -48,7 +48,7 @@ from ranks import (
 )
 from test_resume import untimed
 from test_scaling import predicted
-from tiny import tiny_recipe
+from tiny import tiny_recipe_file
 
 SHARED = {"groups": 4, "group_size": 4, "micro_batch": 2, "layout": "shared-prompt"}
 CONVENTIONALLY = {**SHARED, "micro_batch": 4, "layout": "conventional"}
@@ -272,9 +272,8 @@ def test_an_evaluation_is_shared_and_is_that_of_one_process(two):
 
 @pytest.fixture(scope="module")
 def recipe_file(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("recipe")
-    text = tiny_recipe(
-        root,
+    return tiny_recipe_file(
+        tmp_path_factory.mktemp("recipe"),
         task={"reward": "ranks:blind_to_first"},
         rollout={"micro_batch": 2, "resample": 2},
         kl={"beta": 0.1, "target": 0.01},
@@ -283,8 +282,6 @@ def recipe_file(tmp_path_factory) -> Path:
         checkpoint={"every": 1, "keep": 2},
         updates=4,
     )
-    (root / "recipe.yaml").write_text(text)
-    return root / "recipe.yaml"
 
 
 @pytest.fixture(scope="module")

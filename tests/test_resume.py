@@ -23,7 +23,7 @@ from onetake.policies.diffusion import DiffusionPolicy
 from onetake.policies.loading import load_pipeline
 from onetake.session import continued, opened
 from onetake.train import Watcher, train
-from tiny import tiny_recipe
+from tiny import tiny_recipe_file
 
 TIMES = (
     "wall_s",
@@ -41,16 +41,13 @@ TIMES = (
 
 @pytest.fixture(scope="module")
 def recipe_file(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("recipe")
-    text = tiny_recipe(
-        root,
+    return tiny_recipe_file(
+        tmp_path_factory.mktemp("recipe"),
         optimizer={"learning_rate": 0.05, "warmup": 3},
         evaluation={"every": 3, "samples": 2},
         checkpoint={"every": 1, "keep": 2},
         updates=6,
     )
-    (root / "recipe.yaml").write_text(text)
-    return root / "recipe.yaml"
 
 
 def run(recipe_file: Path, folder: Path, *overrides: str, watch: Watcher | None = None):

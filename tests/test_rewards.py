@@ -19,7 +19,7 @@ from onetake.rewards import Rewards, load_reward, load_rewards
 from onetake.rewards.clip import PICKSCORE, ClipScore
 from onetake.session import opened
 from onetake.train import Watcher, train
-from tiny import tiny_recipe
+from tiny import tiny_recipe_file
 from tiny_parts import clip_tokenizer
 
 PROMPTS = ["first", "second third", "first second third first second third first second third"]
@@ -122,5 +122,5 @@ def test_a_run_that_scores_in_the_background_is_the_same_run(folder, tmp_path):
         ]
         return lines, {name: tensor.tolist() for name, tensor in load_file(weights).items()}
 
-    (tmp_path / "recipe.yaml").write_text(tiny_recipe(tmp_path))
+    tiny_recipe_file(tmp_path)
     assert run(True) == run(False)

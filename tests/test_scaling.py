@@ -14,7 +14,7 @@ from onetake.cli import app
 from onetake.metrics import Log
 from onetake.recipe import Recipe
 from onetake.scaling import LATENCY, SMALL, Machine, Message, Profile, Share, messages
-from tiny import tiny_recipe
+from tiny import tiny_recipe_file
 
 NAMES = {"all_reduce": "allreduce_", "all_gather": "_allgather_base_", "reduce_scatter": "reduce_scatter_tensor"}
 
@@ -66,8 +66,8 @@ def test_executions_cost_what_they_run():
 def run(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("measured")
     changes = {"execution": "retain", "updates": 4, "evaluation": {"prompts": 1, "samples": 1}}
-    (root / "recipe.yaml").write_text(tiny_recipe(root, **changes))
-    result = CliRunner().invoke(app, ["train", str(root / "recipe.yaml"), "--set", f"out={root / 'run'}"])
+    recipe = tiny_recipe_file(root, **changes)
+    result = CliRunner().invoke(app, ["train", str(recipe), "--set", f"out={root / 'run'}"])
     assert result.exit_code == 0, result.output
     return root / "run"
 

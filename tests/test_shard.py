@@ -26,7 +26,7 @@ from ranks import (
 )
 from test_resume import untimed
 from test_scaling import predicted
-from tiny import tiny_recipe
+from tiny import tiny_recipe_file
 
 SHARED = {"groups": 2, "group_size": 2, "micro_batch": 1, "layout": "shared-prompt"}
 CONVENTIONALLY = {**SHARED, "micro_batch": 2, "layout": "conventional"}
@@ -41,9 +41,8 @@ def name_of(case) -> str:
 
 @pytest.fixture(scope="module")
 def recipe_file(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("recipe")
-    text = tiny_recipe(
-        root,
+    return tiny_recipe_file(
+        tmp_path_factory.mktemp("recipe"),
         policy={"trainable": {"kind": "full"}},
         execution="reweight",
         rollout={"groups": 1, "micro_batch": 1},
@@ -54,8 +53,6 @@ def recipe_file(tmp_path_factory) -> Path:
         checkpoint={"every": 1, "keep": 2},
         updates=2,
     )
-    (root / "recipe.yaml").write_text(text)
-    return root / "recipe.yaml"
 
 
 @pytest.fixture(scope="module")

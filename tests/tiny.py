@@ -69,6 +69,13 @@ def tiny_recipe(root: Path, pipe: DiffusionPipeline | None = None, **changes: An
     return yaml.safe_dump(tree)
 
 
+def tiny_recipe_file(root: Path, **changes: Any) -> Path:
+    """The same as a file under `root`."""
+    file = root / "recipe.yaml"
+    file.write_text(tiny_recipe(root, **changes))
+    return file
+
+
 def tiny_task(root: Path, pipe: DiffusionPipeline | None = None) -> tuple[dict[str, str], str]:
     """Save the pipeline and three prompts under `root`; the recipe's ``task``, and its ``policy.pipeline``."""
     (pipe or tiny_sd3()).save_pretrained(root / "base")

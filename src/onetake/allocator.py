@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import platform
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # names of mallopt(3)
+_TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # names of mallopt(3)
 _MAPPED, _IN_USE = 4, 7  # hblkhd and uordblks of mallinfo(3)
 _LARGEST_MMAP_THRESHOLD = 32 << 20  # glibc accepts no more on 64-bit systems
 
@@ -20,7 +20,7 @@ def keep_freed_memory() -> bool:
         return False
     libc = ctypes.CDLL(None)
     kept = libc.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
-    return bool(kept and libc.mallopt(_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD))
+    return bool(kept and libc.mallopt(MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD))
 
 
 def malloc_bytes() -> int:

@@ -105,7 +105,7 @@ def plan(
     """
     machine = {"gpus-per-node": per_node, "link": link, "network": network}
     given = {name: value for name, value in machine.items() if value is not None}
-    if world is not None:
+    if world is not None and not leave_one_out:
         _plan_world(Path(recipe), overrides or [], memory, world, given)
         return
     from onetake import config
@@ -116,6 +116,10 @@ def plan(
     from onetake.train import device_of
 
     with _errors_in_one_place():
+        if world is not None:
+            raise ValueError(
+                "--leave-one-out measures blocks on this machine, --world measures nothing; give one of them"
+            )
         if given:
             raise ValueError(f"--{next(iter(given))} describes the devices of --world, and there is none; give both")
         loaded = config.load_any(config.recipe_text(recipe), overrides)
@@ -125,6 +129,10 @@ def plan(
             console.print(loaded.plan_line())
             console.print(measured_plan(loaded, leave_one_out).table(), markup=False)
             return
+        if leave_one_out and loaded.activations is None:
+            raise ValueError(
+                "--leave-one-out measures a plan of activations, and the recipe has none; --set activations=1.10x"
+            )
         limit = device_memory(device_of(loaded)) if memory is None else parse_bytes(memory)
         for line in plan_lines(loaded):
             console.print(line)

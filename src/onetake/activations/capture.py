@@ -70,7 +70,7 @@ Choose = Callable[[Unit, Tensor], Action]
 
 
 Templates = dict[Any, Template]
-"""What was recorded, by kind of unit and shape, and action."""
+"""What was recorded, by action, kind of unit and shape."""
 
 
 class Capture:

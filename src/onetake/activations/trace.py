@@ -118,7 +118,9 @@ class Tracer(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func is DETACH:
             return out
-        self.calls.append(Call(func=func, arguments=_arguments(args, kwargs or {}), outs=_outputs(out)))
+        self.calls.append(
+            Call(func=func, arguments=_copied((*enumerate(args), *(kwargs or {}).items())), outs=_outputs(out))
+        )
         return out
 
     def held(self, template: Template) -> Held:
@@ -141,7 +143,8 @@ class Again(NamedTuple):
 
     def run(self, fill: Callable[[Made], Tensor]) -> list[Any]:
         """Its outputs."""
-        filled = _filled(self.arguments, {argument: fill(made) for argument, made in self.sources.items()})
+        filled = _copied(self.arguments.items())
+        _put(filled, {argument: fill(made) for argument, made in self.sources.items()})
         args = [value for name, value in filled.items() if isinstance(name, int)]
         kwargs = {name: value for name, value in filled.items() if isinstance(name, str)}
         return _outputs(self.func(*args, **kwargs))
@@ -155,12 +158,12 @@ class Held:
     calls: dict[int, Again] = field(default_factory=dict)
 
     def take(self, template: Template, index: int, func: OpOverload, arguments: Arguments, outs: list[Any]) -> None:
-        """Hold of operation `index` what the template names: outputs, and arguments but for what is recomputed."""
+        """Hold of operation `index` what the template names: outputs, and `arguments`, less what is recomputed."""
         for place in template.leaves.get(index, ()):
             self.leaves[Made(index, place)] = outs[place]
         sources = template.sources.get(index)
         if sources is not None:
-            arguments = _filled(arguments, dict.fromkeys(sources))
+            _put(arguments, dict.fromkeys(sources))
             beside = [
                 m for a in arguments.values() for m in (a if isinstance(a, list) else [a]) if isinstance(m, Tensor)
             ]
@@ -185,23 +188,21 @@ class Follower(TorchDispatchMode):
         if index >= len(self.template.funcs) or self.template.funcs[index] is not func:
             self.strayed = True
         if not self.strayed and (index in self.template.leaves or index in self.template.sources):
-            self.held.take(self.template, index, func, _arguments(args, kwargs or {}), _outputs(out))
+            arguments = _copied((*enumerate(args), *(kwargs or {}).items()))
+            self.held.take(self.template, index, func, arguments, _outputs(out))
         return out
 
 
-def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    return {n: list(a) if isinstance(a, tuple | list) else a for n, a in (*enumerate(args), *kwargs.items())}
+def _copied(arguments: Iterable[tuple[int | str, Any]]) -> Arguments:
+    return {name: [*a] if isinstance(a, tuple | list) else a for name, a in arguments}
 
 
-def _filled(arguments: Arguments, values: dict[Argument, Any]) -> Arguments:
-    """A copy with other values."""
-    filled = {name: [*a] if isinstance(a, list) else a for name, a in arguments.items()}
+def _put(arguments: Arguments, values: dict[Argument, Any]) -> None:
     for (name, member), value in values.items():
         if member is None:
-            filled[name] = value
+            arguments[name] = value
         else:
-            filled[name][member] = value
-    return filled
+            arguments[name][member] = value
 
 
 def _outputs(out: Any) -> list[Any]:
