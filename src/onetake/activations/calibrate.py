@@ -1,78 +1,95 @@
 """How strongly a unit's loss of precision reaches the gradient: κ, measured one unit at a time on training micro-batches.
 
-For micro-batch i the gradient is taken twice, exactly and with one unit under L; κ is the slope through the origin of
-‖Δg‖/‖g‖ on E/‖g‖, by least squares over the micro-batches of one kind of unit (HiLoRe, arXiv 2609.33570, takes 16 in all). The
-paper's reconstruction error ē is part of κ here: units of one kind have the same codec.
+For micro-batch i the gradient is taken twice, exactly and with one unit under L; a unit's κ is the slope through the origin of
+‖Δg‖/‖g‖ on s/‖g‖, by least squares over its micro-batches, s the unit's signal (`lossy`). HiLoRe (arXiv 2609.33570, with 16
+micro-batches in all) has one κ for all units of a kind; but errors grow with depth. So every unit has its own here, and those that
+no micro-batch was left for lie between their neighbours. The paper's reconstruction error ē is part of κ.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from onetake.activations.capture import Unit
 from onetake.activations.lossy import norm
 from onetake.activations.plan import Action
 from onetake.activations.recovery import Recovery
 
+Run = Callable[[], None]
+"""Forward and backward of one micro-batch, and ``recovery.watch(log_probs)`` in between if risk goes by coefficients."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Intervention:
-    """One unit under L on one micro-batch."""
+    """Some units under L on one micro-batch."""
 
-    unit: str
-    exposure: float  # relative to the gradient's norm
+    signals: dict[str, float]  # of these units, relative to the gradient's norm
     error: float  # relative L2 error of the gradient
 
 
-def intervene(recovery: Recovery, run: Callable[[], None], actions: dict[str, Action]) -> Intervention:
+def intervene(recovery: Recovery, run: Run, actions: dict[str, Action]) -> Intervention:
     """The error that `actions` on some units put into the gradient of one micro-batch; the others run under R.
 
-    `run` does the forward, hands the log-probs to ``recovery.watch``, and does the backward. Gradients are left cleared. Without a
-    gradient, as of dead groups, exposure and error are 0.
+    Gradients are left cleared. Without a gradient, as of dead groups, signals and error are 0.
     """
-    exact, exposure = _gradient(recovery, run, {})
-    size = norm(exact)
+    exact = _gradient(recovery, run, {})
+    signals, size = recovery.require_lossy().signals, norm(exact)
     if not size:
-        return Intervention(unit=" ".join(actions), exposure=0.0, error=0.0)
-    lossy, _ = _gradient(recovery, run, actions)
-    error = norm([a - b for a, b in zip(lossy, exact, strict=True)])
-    return Intervention(unit=" ".join(actions), exposure=exposure / size, error=error / size)
+        return Intervention(signals=dict.fromkeys(actions, 0.0), error=0.0)
+    error = norm([a - b for a, b in zip(_gradient(recovery, run, actions), exact, strict=True)])
+    return Intervention(signals={name: signals[name] / size for name in actions}, error=error / size)
 
 
-def calibrate(recovery: Recovery, runs: Sequence[Callable[[], None]]) -> list[Intervention]:
+def calibrate(recovery: Recovery, runs: Sequence[Run]) -> list[Intervention]:
     """Fill in the recovery's sensitivities from one intervention per run, units taken in an even stride.
 
     Raises ValueError if none of the runs that tried a kind of unit had a gradient.
     """
     units = recovery.units
-    kinds: dict[Any, list[Intervention]] = {}
+    found: dict[str, list[Intervention]] = {}
     for index, run in enumerate(runs):
         unit = units[index * len(units) // len(runs) if len(runs) < len(units) else index % len(units)]
-        found = intervene(recovery, run, {unit.name: Action.COMPRESS})
-        kinds.setdefault(type(unit.module), []).append(found)
-    for kind, found in kinds.items():
-        if not any(intervention.exposure for intervention in found):
-            raise ValueError(
-                f"calibrate: all {len(found)} micro-batches that tried a {kind.__name__} had a zero gradient, which tells nothing "
-                "of its sensitivity; use micro-batches whose groups are not all dead"
-            )
-    slopes = {kind: slope([(i.exposure, i.error) for i in found]) for kind, found in kinds.items()}
-    recovery.learn_sensitivity({u.name: slopes[type(u.module)] for u in units if type(u.module) in slopes})
-    return [intervention for found in kinds.values() for intervention in found]
+        found.setdefault(unit.name, []).append(intervene(recovery, run, {unit.name: Action.COMPRESS}))
+    kinds: dict[type, list[Unit]] = {}
+    for unit in units:
+        kinds.setdefault(type(unit.module), []).append(unit)
+    sensitivity: dict[str, float] = {}
+    for kind, alike in kinds.items():
+        sensitivity |= _along(kind.__name__, [unit.name for unit in alike], found)
+    recovery.learn_sensitivity(sensitivity)
+    return [intervention for interventions in found.values() for intervention in interventions]
+
+
+def _along(kind: str, names: list[str], found: dict[str, list[Intervention]]) -> dict[str, float]:
+    """κ of units of one kind, in order; nothing if none of them was tried."""
+    points = {
+        place: [(i.signals[name], i.error) for i in found[name]] for place, name in enumerate(names) if name in found
+    }
+    live = {place: slope(seen) for place, seen in points.items() if any(signal for signal, _ in seen)}
+    if points and not live:
+        raise ValueError(
+            f"calibrate: all {sum(map(len, points.values()))} micro-batches that tried a {kind} had a zero gradient, which tells "
+            "nothing of its sensitivity; use micro-batches whose groups are not all dead"
+        )
+    if not live:
+        return {}
+    between = np.interp(range(len(names)), list(live), list(live.values()))
+    return dict(zip(names, map(float, between), strict=True))
 
 
 def slope(points: Sequence[tuple[float, float]]) -> float:
-    """κ of error = κ · exposure, through the origin, by least squares; 0 without exposure."""
+    """κ of error = κ · signal, through the origin, by least squares; 0 without a signal."""
     square = sum(x * x for x, _ in points)
     return sum(x * y for x, y in points) / square if square else 0.0
 
 
-def _gradient(recovery: Recovery, run: Callable[[], None], actions: dict[str, Action]) -> tuple[list[Tensor], float]:
-    """Of the units' and all other trainable parameters of the model, and the exposure; drawn from the same random state."""
+def _gradient(recovery: Recovery, run: Run, actions: dict[str, Action]) -> list[Tensor]:
+    """Of the units' and all other trainable parameters of the model; drawn from the same random state."""
     parameters = [p for p in recovery.model.parameters() if p.requires_grad]
     for parameter in parameters:
         parameter.grad = None
@@ -81,4 +98,4 @@ def _gradient(recovery: Recovery, run: Callable[[], None], actions: dict[str, Ac
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     for parameter in parameters:
         parameter.grad = None
-    return gradients, recovery.require_lossy().exposure
+    return gradients

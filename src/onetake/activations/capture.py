@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
 from onetake.activations.codecs import Fp8, encode
@@ -46,19 +47,6 @@ class Unit:
     captured: int = 0  # bytes kept by the latest forward, beyond inputs and parameters
     region: weakref.ref[Region] | None = field(default=None, repr=False)
 
-    def drop(self) -> None:
-        """Free what the latest forward kept: backward will replay the unit."""
-        region = self.region() if self.region is not None else None
-        if region is not None:
-            region.drop()
-        self.executed, self.captured = Action.RECOMPUTE, 0
-
-    def accept(self) -> None:
-        """Let backward read what the latest forward compressed."""
-        region = self.region() if self.region is not None else None
-        if region is not None:
-            region.accepted = True
-
     @contextmanager
     def replaying(self) -> Iterator[None]:
         self.replays += 1
@@ -73,13 +61,17 @@ Templates = dict[Any, Template]
 """What was recorded, by action, kind of unit and shape."""
 
 
+Weigh = Callable[[Unit, Tensor, bool], bool]
+"""Called with a unit, the gradient that arrives at its output and whether it compressed: whether that may be read."""
+
+
 class Capture:
     """Runs units under the actions that `choose` names. Attach it to a model with `attach.Attachment`."""
 
     def __init__(self, choose: Choose, templates: Templates | None = None) -> None:
         self.choose = choose
         self.templates = {} if templates is None else templates
-        self.ask_before_loss = False  # whether compressed units must be accepted after their forward
+        self.weigh: Weigh | None = None  # what was compressed is read at once without it
         self.probe: Callable[[Unit, Any, Callable[..., Any], tuple[Any, ...]], None] | None = None
         self._told: set[str] = set()
 
@@ -101,7 +93,19 @@ class Capture:
             region = Region(self, unit, arguments, tensors)
             unit.region = weakref.ref(region)
             forward = region.forward()
-        return checkpoint(function, *args, use_reentrant=False, context_fn=lambda: (forward, unit.replaying()))
+        output = checkpoint(function, *args, use_reentrant=False, context_fn=lambda: (forward, unit.replaying()))
+        if self.weigh is not None:
+            made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            register_multi_grad_hook(made, partial(self._arrive, unit, unit.region), mode="any")
+        return output
+
+    def _arrive(self, unit: Unit, reference: weakref.ref[Region] | None, gradient: Tensor) -> None:
+        region = reference() if reference is not None else None
+        held = region is not None and region.lossy
+        assert self.weigh is not None
+        accepted = self.weigh(unit, gradient, held)
+        if region is not None and held:
+            region.settle(accepted)
 
     def tell_once(self, message: str) -> None:
         if message not in self._told:
@@ -126,8 +130,7 @@ class Slot:
             if self.kept._version != self.version:
                 raise self.region.changed(f"a saved {tuple(self.kept.shape)} tensor")
             return self.kept
-        if self.made is not None:
-            self.region.refuse_unaccepted()
+        if self.made is not None and self.region.accepted:
             return self.region.make(self.made)
         return unpack(self.below)
 
@@ -142,7 +145,7 @@ class Region:
         self.capture = capture
         self.unit = unit
         self.lossy = unit.executed == Action.COMPRESS
-        self.accepted = not (self.lossy and capture.ask_before_loss)
+        self.accepted = not (self.lossy and capture.weigh is not None)
         owned = [*unit.module.parameters(), *unit.module.buffers()]
         self.free = {storage_key(tensor) for tensor in (*owned, *tensors)}
         self.tokens, width = tensors[0].numel() // tensors[0].shape[-1], tensors[0].shape[-1]
@@ -297,20 +300,17 @@ class Region:
             return self.memo[made][0]
         return self.memo[made.op][made.place] if made.op in self.memo else self.make(made)
 
-    def drop(self) -> None:
-        """Empty all slots."""
+    def settle(self, accepted: bool) -> None:
+        """Let backward read what was compressed, or free all that was kept, so that it replays the unit."""
+        self.accepted = accepted
+        if accepted:
+            return
+        self.unit.executed, self.unit.captured = Action.RECOMPUTE, 0
         for reference in self.slots:
             slot = reference()
             if slot is not None:
                 slot.kept = slot.made = None
         self.held, self.codes, self.memo = Held(), {}, {}
-
-    def refuse_unaccepted(self) -> None:
-        if not self.accepted:
-            raise CaptureError(
-                f"{self.unit.name} was compressed, but backward reached it before anybody read the coefficients that decide "
-                "whether that may be: hand the log-probs to recovery.watch() between forward and backward, or leave lossy out"
-            )
 
     def changed(self, what: str) -> CaptureError:
         return CaptureError(

@@ -8,11 +8,7 @@
 The first step of a new shape recomputes every unit, as plain checkpointing does, and measures; from the next on, the plan
 that saves most time in the memory given runs. A step may hold several forwards: each gets the memory if none before it still
 waits for its backward, and else is recomputed. With exact actions (all but L), the default, gradients have the bits of no
-checkpointing; `lossy` adds L within an error budget, which needs the log-probs:
-
-        scored = log_probs(model, batch)
-        recovery.watch(scored)
-        loss(scored).backward()
+checkpointing; `lossy` adds L within an error budget.
 """
 
 from __future__ import annotations
@@ -65,7 +61,7 @@ class Recovery:
         self.actions = (*actions, *([Action.COMPRESS] if lossy is not None else []))
         self.model = model
         self.attachment = Attachment(model, Capture(self._choose))
-        self.attachment.capture.ask_before_loss = lossy is not None
+        self.attachment.capture.weigh = None if lossy is None else self._weigh
         self.units = self.attachment.units
         self.device = next(model.parameters()).device
         self.peak = PeakMemory(self.device)
@@ -90,7 +86,6 @@ class Recovery:
         self._forced: dict[str, Action] | None = None
         self._inside = False
         self._forwards = 0
-        self._expected = 0.0  # exposure, by the next plan
         self._exposure: float | None = None  # of the latest step, where a trainer's log-probs were read
         self._skipped = False  # whether its backward was
         self._reached: list[nn.Parameter] | None = None  # got a gradient in the first step
@@ -125,7 +120,6 @@ class Recovery:
             )
         if self.lossy is not None:
             self.lossy.end(self.model.parameters())
-            self._expected = self.lossy.exposure or self._expected  # a dead micro-batch says nothing of the next
         if strict and self._reached is None:
             self._check_gradients()
         if self._probe is not None:
@@ -139,7 +133,7 @@ class Recovery:
     def report(self) -> dict[str, float]:
         """Of the latest step: units by action as executed, replays, MiB kept, peak predicted and measured, ms saved as planned.
 
-        Where the log-probs were read, exposure Σ|ω| and whether the backward was skipped; with `lossy` also the risk spent, the
+        Where a trainer's log-probs were read, exposure Σ|ω| and whether the backward was skipped; with `lossy` the risk spent, the
         relative error expected of what was compressed.
         """
         told: dict[str, float] = {f"units_{a}": sum(u.executed == a for u in self.units) for a in Action}
@@ -150,15 +144,13 @@ class Recovery:
         if self._exposure is not None:
             told |= {"exposure": self._exposure, "skipped": self._skipped}
         if self.lossy is not None:
-            told |= {"exposure": self.lossy.exposure, "risk": self.lossy.error}
+            told |= {"risk": self.lossy.error}
         return told
 
     def watch(self, *tensors: Tensor | None) -> None:
-        """Between forward and backward: the log-probs, and what else the loss reads of the model, such as entropies.
-
-        During backward their gradients decide which compressed units are accepted; the others are replayed exactly.
-        """
-        if not self.require_lossy().watch(tensors, self._decide):
+        """Between forward and backward, for ``Lossy(by="coefficients")``: the log-probs, and what else the loss reads of the model,
+        such as entropies."""
+        if not self.require_lossy().watch(tensors):
             raise ValueError(
                 "recovery.watch() got no tensor with a gradient; hand it the log-probs before they are detached"
             )
@@ -177,24 +169,25 @@ class Recovery:
     @contextmanager
     def forced(self, actions: dict[str, Action]) -> Iterator[None]:
         """Run the units named under these actions and all others under R, whatever the plan says, and accept any loss."""
-        self._forced, self.attachment.capture.ask_before_loss = actions, False
+        self._forced = actions
         if self.lossy is not None:
-            self.lossy.exposure = 0.0
+            self.lossy.forget()
         try:
             yield
         finally:
-            self._forced, self.attachment.capture.ask_before_loss = None, self.lossy is not None
+            self._forced = None
 
-    def _decide(self) -> None:
-        if self._forced is None and self.plan is not None:
-            self.require_lossy().decide(self.units, self.plan)
+    def _weigh(self, unit: Unit, gradient: Tensor, held: bool) -> bool:
+        lossy = self.require_lossy()
+        lossy.note(unit.name, gradient)
+        return held and (self._forced is not None or lossy.accept(unit.name))
 
     def attach(self, trainer: Any) -> Recovery:
         """Wrap the training step of a transformers Trainer; what `report` tells goes into its log as ``recovery/…``, means and, of
         peaks, the highest.
 
         Of TRL's GRPOTrainer the log-probs and entropies are read too: where all their coefficients are zero, on all ranks, the
-        micro-batch's backward is skipped, and with `lossy` they decide what may stay compressed.
+        micro-batch's backward is skipped.
         """
         inner: Callable[..., Tensor] = trainer.training_step
         inner_log: Callable[..., None] = trainer.log
@@ -219,10 +212,10 @@ class Recovery:
         score: Callable[..., tuple[Tensor | None, ...]] | None = getattr(trainer, TRL_SCORE, None)
         if score is not None:
             self._read_coefficients(trainer, score)
-        elif self.lossy is not None:
+        elif self.lossy is not None and self.lossy.by == "coefficients":
             raise ValueError(
-                f"lossy reads the log-probs of TRL's GRPOTrainer, and {type(trainer).__name__} has none; leave lossy out, or use "
-                "recovery.step() and recovery.watch() in a loop of your own"
+                f"Lossy(by='coefficients') reads the log-probs of TRL's GRPOTrainer, and {type(trainer).__name__} has none; leave "
+                "`by` at 'gradient', or use recovery.step() and recovery.watch() in a loop of your own"
             )
         return self
 
@@ -247,7 +240,7 @@ class Recovery:
                 self._skipped = skip(model, ready and self._exposure == 0)
                 if self._skipped:
                     return self._without_graph(loss)
-                if self.lossy is not None:
+                if self.lossy is not None and self.lossy.by == "coefficients":
                     self.watch(*scored)
             return loss
 
@@ -339,7 +332,7 @@ class Recovery:
         if self.lossy is None:
             plan = solve(units, memory=memory)
         else:
-            plan = solve(self.lossy.offered(units, self._expected), memory=memory, risk=self.lossy.budget)
+            plan = solve(self.lossy.offered(units), memory=memory, risk=self.lossy.budget)
         self.plans[bucket.shape] = plan
         log.log(
             logging.INFO if self.lossy is None else logging.DEBUG,
