@@ -72,8 +72,6 @@ def seconds(model: Any, recovery: Recovery | None, ids: Tensor, advantages: Tens
         loss = ((scored - scored.detach()).exp() * advantages[:, None]).mean()
         if recovery is not None:
             exposure(loss, [scored])
-            if recovery.lossy is not None:
-                recovery.watch(scored)
         loss.backward()
     return time.process_time() - started
 

@@ -93,10 +93,9 @@ def log_probs(model: Any, ids: Tensor) -> Tensor:
     return torch.cat([checkpoint(chunk, *part, use_reentrant=False) for part in parts]).view_as(targets)
 
 
-def update(model: Any, ids: Tensor, advantages: Tensor, watch: Callable[[Tensor], None] = lambda _: None) -> None:
-    """Forward and backward of the policy gradient. `watch` is shown the log-probs."""
+def update(model: Any, ids: Tensor, advantages: Tensor) -> None:
+    """Forward and backward of the policy gradient."""
     scored = log_probs(model, ids)
-    watch(scored)
     (-(scored - scored.detach()).exp() * advantages[:, None]).mean().backward()
 
 
@@ -148,14 +147,14 @@ def by_library(model: Any, step: Callable[[], None], every: int = 1, **arguments
 
 @contextmanager
 def ours(
-    model: Any, step: Callable[..., None], profile: Path, templates: Templates, memory: str, actions: tuple[Action, ...]
+    model: Any, step: Callable[[], None], profile: Path, templates: Templates, memory: str, actions: tuple[Action, ...]
 ) -> Iterator[Run]:
     lossy = Lossy(target=0.5) if Action.COMPRESS in actions else None  # wide enough for whatever the memory asks for
     recovery = Recovery(model, memory=memory, profile=profile, actions=actions, lossy=lossy)
     recovery.attachment.capture.templates = templates
     if lossy is not None:
-        lossy.sensitivity, lossy.norm = dict.fromkeys((unit.name for unit in recovery.units), 1e-9), 1.0
-        step = partial(step, watch=recovery.watch)
+        names = [unit.name for unit in recovery.units]
+        lossy.sensitivity, lossy.expected, lossy.norm = dict.fromkeys(names, 1e-9), dict.fromkeys(names, 1.0), 1.0
 
     def planned() -> None:
         with recovery.step():
