@@ -119,7 +119,7 @@ def _override(tree: dict[str, Any], override: str) -> str | None:
     *parents, key = path.strip().split(".")
     node: dict[str, Any] = tree
     for parent in parents:
-        child = node.get(parent, {})
+        child = {} if node.get(parent) is None else node[parent]
         if isinstance(child, str):  # a choice written by its name alone
             child = {"kind": child}
         if not isinstance(child, dict):
