@@ -34,11 +34,11 @@ def intervene(recovery: Recovery, run: Callable[[], None], actions: dict[str, Ac
     `run` does the forward, hands the log-probs to ``recovery.watch``, and does the backward. Gradients are left cleared. Without a
     gradient, as of dead groups, exposure and error are 0.
     """
-    exact, exposure = _gradient(recovery, run, {})
-    size = norm(exact)
+    exact = gradient(recovery, run, {})
+    exposure, size = recovery.require_lossy().exposure, norm(exact)
     if not size:
         return Intervention(unit=" ".join(actions), exposure=0.0, error=0.0)
-    lossy, _ = _gradient(recovery, run, actions)
+    lossy = gradient(recovery, run, actions)
     error = norm([a - b for a, b in zip(lossy, exact, strict=True)])
     return Intervention(unit=" ".join(actions), exposure=exposure / size, error=error / size)
 
@@ -71,8 +71,11 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
     return sum(x * y for x, y in points) / square if square else 0.0
 
 
-def _gradient(recovery: Recovery, run: Callable[[], None], actions: dict[str, Action]) -> tuple[list[Tensor], float]:
-    """Of the units' and all other trainable parameters of the model, and the exposure; drawn from the same random state."""
+def gradient(recovery: Recovery, run: Callable[[], object], actions: dict[str, Action]) -> list[Tensor]:
+    """Of all trainable parameters of the model, zero where `run` gives none; drawn from the same random state. Left cleared.
+
+    `run` does a forward and its backward, with `actions` on some units and R on the others.
+    """
     parameters = [p for p in recovery.model.parameters() if p.requires_grad]
     for parameter in parameters:
         parameter.grad = None
@@ -81,4 +84,4 @@ def _gradient(recovery: Recovery, run: Callable[[], None], actions: dict[str, Ac
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     for parameter in parameters:
         parameter.grad = None
-    return gradients, recovery.require_lossy().exposure
+    return gradients
