@@ -99,7 +99,7 @@ def micro_batches(model: Any, tokenizer: Any, problems_each: int) -> Iterator[Ba
 def policy_gradient(recovery: Recovery, batch: Batch) -> None:
     """Forward and backward over the completions; tokens of all micro-batches of an update weigh the same."""
     ids, mask, advantages = batch
-    decoder = recovery.model.get_base_model()
+    decoder: Any = recovery.model.get_base_model()  # pyright: ignore[reportCallIssue]
     hidden = decoder.model(ids, attention_mask=mask, use_cache=False).last_hidden_state
     length = advantages.shape[1]
     logits = decoder.lm_head(hidden[:, -length - 1 : -1].flatten(0, 1)).float()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import diffusers as library
+import pytest
 import torch
 import transformers
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from onetake.activations.attach import Attachment
-from onetake.activations.capture import Capture
+from onetake.activations.capture import Capture, Region
 from onetake.activations.plan import Action
 
 diffusers: Any = library  # exports lazily, which a type checker does not follow
@@ -41,6 +42,12 @@ def decoder(family: str = "Llama", *, layers: int = 4, dtype: torch.dtype = torc
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return getattr(transformers, f"{family}ForCausalLM")(config).to(dtype).train()
+
+
+def plant_wrong_replays(patch: pytest.MonkeyPatch) -> None:
+    """Whatever E, A, P and L make again is off by a hundredth."""
+    right = Region.make
+    patch.setattr(Region, "make", lambda region, made: right(region, made) * 1.01)
 
 
 def tokens(rows: int = 2, length: int = 17) -> Tensor:

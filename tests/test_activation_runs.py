@@ -8,13 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 from helpers import gradient_of, move
+from models import plant_wrong_replays
 from onetake import config
 from onetake.activations.measure import Probe
 from onetake.activations.plan import Action, Option
 from onetake.activations.recoveries import Recoveries
 from onetake.activations.recovery import EXACT
+from onetake.cli import app
 from onetake.execution.sampling import RolloutConfig
 from onetake.metrics import Log
 from onetake.policies.adapters import Lora
@@ -149,3 +152,13 @@ def test_plan_and_verify_name_every_unit(recipe_file, storing_pays):
 
     (plan,) = measured_plans(recipe, policy, task, together=True).values()
     assert list(plan.joint) == units
+
+
+def test_verify_fails_where_an_exact_action_changes_a_bit(recipe_file, monkeypatch):
+    changes = [f"--set={change}" for change in (CHECKPOINTING, "activations=90%")]
+    good = CliRunner().invoke(app, ["verify", str(recipe_file), *changes])
+    assert (good.exit_code, good.stdout.count("bit-equal"), "Failed" in good.stderr) == (0, 5, False)
+    plant_wrong_replays(monkeypatch)
+    bad = CliRunner().invoke(app, ["verify", str(recipe_file), *changes])
+    assert (bad.exit_code, bad.stdout.count("bit-equal")) == (1, 2)
+    assert "Failed P, A, E must give R's gradient bit for bit" in bad.stderr

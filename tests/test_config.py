@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from onetake import config
 from onetake.config import RecipeError
+from onetake.ema import EmaConfig
 from onetake.recipe import Recipe
 from onetake.records import Prompt
 from onetake.rewards import load_reward
@@ -106,13 +107,14 @@ def test_all_errors_at_once(pipeline):
 
 
 def test_set_reaches_any_depth(pipeline):
-    """Also into a choice that the recipe writes by its name alone."""
+    """Also into a choice that the recipe writes by its name alone, or has none of."""
     text = "policy: {kernel: dance}\nselection: window\n"
     overrides = [pipeline, "policy.kernel.noise=0.4", "selection.size=3", "seed = 7", "policy.call.clip_skip=2"]
     recipe = config.load(text, overrides)
     assert recipe.policy.kernel == Dance(noise=0.4)
     assert recipe.selection == Window(size=3)
     assert (recipe.seed, recipe.policy.call) == (7, {"clip_skip": 2})
+    assert config.load(f"{text}\nema: null", [*overrides, "ema.decay=0.5"]).ema == EmaConfig(decay=0.5)
     assert config.load(text, [*overrides, "policy.kernel=cps"]).policy.kernel == Cps()
     assert config.load(text, [*overrides, "policy.kernel={kind: flow, noise: 1}"]).policy.kernel == Flow(noise=1.0)
 

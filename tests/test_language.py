@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
-from models import decoder
+from models import decoder, plant_wrong_replays
 from onetake import config
 from onetake.cli import app
 from onetake.language import recipe as language_recipe
@@ -180,15 +180,50 @@ def test_plan_names_every_block(model):
     told = onetake("plan", "sums", *sets(*SMALL, f"policy.model={model}", "recovery.memory=1.0x"))
     assert told.exit_code == 0, words(told)
     assert re.findall(r"^model\.layers\.(\d) +R +0\.0 +0\.0", told.stdout, re.M) == ["0", "1", "2", "3"]
-    nothing = onetake("plan", "sums", *sets(f"policy.model={model}", "recovery=null"))
-    assert (nothing.exit_code, "set recovery.memory" in words(nothing)) == (2, True)
 
 
-def test_commands_for_diffusion_say_so(model):
-    refused = onetake("verify", "sums", *sets(f"policy.model={model}"))
+def test_verify_holds_every_action_against_recomputing(model):
+    told = onetake("verify", "sums", *sets(*SMALL, f"policy.model={model}"))
+    assert told.exit_code == 0, words(told)
+    exact = re.findall(r"^ *([RPAEH]) +all +bit-equal +[\d.]+ +(\d+)", told.stdout, re.M)
+    assert exact == [("R", "4"), ("P", "0"), ("A", "0"), ("E", "0"), ("H", "0")]
+    lossy = re.findall(r"^ *L +model\.layers\.(\d) +(\S+) +[\d.]+ +(\d+)", told.stdout, re.M)
+    assert [(unit, replays) for unit, _, replays in lossy] == [(unit, "3") for unit in "0123"]
+    assert all(0 < float(error) < 0.1 for _, error, _ in lossy)
+
+
+def test_verify_runs_under_the_recipes_precision(model):
+    small = [*SMALL, f"policy.model={model}"]
+    wide, narrow = (onetake("verify", "sums", *sets(*small, f"trl.bf16={on}")) for on in ("false", "true"))
+    assert narrow.exit_code == 0, words(narrow)
+    kept = [float(re.findall(r"^ *E +all .* ([\d.]+) *$", told.stdout, re.M)[0]) for told in (wide, narrow)]
+    assert kept[1] < 0.75 * kept[0]
+
+
+def test_verify_fails_where_an_exact_action_changes_a_bit(model, monkeypatch):
+    plant_wrong_replays(monkeypatch)
+    told = onetake("verify", "sums", *sets(*SMALL, f"policy.model={model}"))
+    assert told.exit_code == 1
+    assert "Failed P, A, E must give R's gradient bit for bit" in words(told)
+
+
+@pytest.mark.parametrize("command", ["plan", "verify"])
+def test_without_recovery_there_is_nothing_to_plan_or_verify(model, tmp_path, command):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"extends: sums\npolicy: {{model: {model}}}\nrecovery: null\n")
+    told = onetake(command, recipe)
+    assert told.exit_code == 2
+    (way_out,) = re.findall(r"nothing to plan or to verify; set recovery\.memory, such as --set (\S+)", words(told))
+    assert onetake(command, recipe, *sets(*SMALL, way_out)).exit_code == 0
+
+
+def test_commands_for_diffusion_say_so(model, tmp_path):
+    (tmp_path / "config.yaml").write_text(f"extends: sums\npolicy: {{model: {model}}}\n")
+    refused = onetake("sample", tmp_path, "a red circle")
     assert refused.exit_code == 2
-    assert "this command is for recipes of diffusion models; `onetake train`, `plan` and `report` take it" in words(
-        refused
+    assert (
+        "this command is for recipes of diffusion models; `onetake train`, `plan`, `verify` and `report` take it"
+        in words(refused)
     )
 
 

@@ -31,6 +31,7 @@ LAYERS = [
             "recovery",
             "recoveries",
             "calibrate",
+            "compare",
             "joint",
         )
     },

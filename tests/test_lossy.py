@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -171,7 +172,8 @@ def test_what_backward_reaches_past_a_units_output_is_replayed_exactly(tmp_path)
     names = [f"model.layers.{i}" for i in range(4)]
     recovery = compressing(tmp_path / "p.json", 0.5, sensitivity=dict.fromkeys(names, 1e-3))
     inside: list[Tensor] = []
-    mlp = recovery.model.model.layers[0].mlp
+    model: Any = recovery.model
+    mlp = model.model.layers[0].mlp
     mlp.up_proj.register_forward_hook(lambda module, args, output: inside.append(output))
 
     def run() -> None:

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from onetake.activations.compare import ActionRow
     from onetake.policies.diffusion import DiffusionPolicy
     from onetake.recipe import Recipe
     from onetake.tasks import Task
@@ -213,15 +214,23 @@ def _loaded(recipe: Recipe) -> tuple[DiffusionPolicy, Task]:
 
 @app.command()
 def verify(recipe: RecipeArgument = DEFAULT_RECIPE, overrides: SetOption = None) -> None:
-    """One update's gradient under every execution: equality, time, peak memory, forwards; with activations, every action too."""
+    """One update's gradient under every execution: equality, time, peak memory, forwards; with activations, every action too.
+
+    For a language model it is the actions alone, on one micro-batch. Exit code 1 if one that must not change a gradient does.
+    """
     from onetake import config
-    from onetake.policies import trainable
-    from onetake.verify import verify as compare
-    from onetake.verify import verify_actions
 
     with _errors_in_one_place():
+        text = config.recipe_text(recipe)
+        if config.is_language(text):
+            _verify_language(text, overrides)
+            return
+        from onetake.policies import trainable
+        from onetake.verify import verify as compare
+        from onetake.verify import verify_actions
+
         every = [*(overrides or []), "execution=reweight"]  # all are run; this is the one that needs most
-        loaded = config.load(config.recipe_text(recipe), every)
+        loaded = config.load(text, every)
         policy, task = _loaded(loaded)
         count = sum(p.numel() for p in trainable(policy).values())
         console.print(f"{loaded.policy.trainable.kind}, {count:,} trainable parameters, one update of recipe {recipe}")
@@ -238,13 +247,35 @@ def verify(recipe: RecipeArgument = DEFAULT_RECIPE, overrides: SetOption = None)
                 str(row.forwards),
             )
         console.print(table)
-        if loaded.activations is None:
-            return
-        table = Table("action", "units", "rel. L2 to R", "s", "replays", "MiB kept", box=None)
-        for row in verify_actions(loaded, policy, task):
-            error = "bit-equal" if row.relative_l2 == 0 else f"{row.relative_l2:.1e}"
-            table.add_row(row.action, row.units, error, f"{row.seconds:.2f}", str(row.replays), f"{row.kept_mib:.1f}")
-        console.print(table)
+        if loaded.activations is not None:
+            _show_actions(verify_actions(loaded, policy, task))
+
+
+def _verify_language(text: str, overrides: list[str] | None) -> None:
+    from onetake import config
+    from onetake.language.recipe import LanguageRecipe
+    from onetake.language.run import verify_actions
+
+    loaded = config.load_any(text, overrides)
+    assert isinstance(loaded, LanguageRecipe)
+    console.print(loaded.plan_line())
+    _show_actions(verify_actions(loaded))
+
+
+def _show_actions(rows: list[ActionRow]) -> None:
+    table = Table("action", "units", "rel. L2 to R", "s", "replays", "MiB kept", box=None)
+    for row in rows:
+        error = "bit-equal" if row.relative_l2 == 0 else f"{row.relative_l2:.1e}"
+        table.add_row(row.action, row.units, error, f"{row.seconds:.2f}", str(row.replays), f"{row.kept_mib:.1f}")
+    console.print(table)
+    failed = dict.fromkeys(row.action for row in rows if row.failed)
+    if failed:
+        errors.print(
+            f"[bold red]Failed[/] {', '.join(failed)} must give R's gradient bit for bit. Train this model with its own "
+            "checkpointing (no activations; recovery: null) and report the table; if R itself is named, kernels here do not repeat "
+            "their bits"
+        )
+        raise typer.Exit(1)
 
 
 @app.command()

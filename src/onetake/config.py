@@ -37,19 +37,24 @@ def recipe_text(name: str) -> str:
     return resources.files("onetake").joinpath("recipes", f"{name}.yaml").read_text()
 
 
+def is_language(text: str) -> bool:
+    """Whether the recipe is a language model's, whatever else may be wrong with it."""
+    return "kind" in _tree(text)
+
+
 def load(text: str, overrides: list[str] | None = None, ranks: int | None = 1) -> Recipe:
     """Parse, override and check a diffusion recipe for `ranks` processes; None takes the fewest it can run on, to read an earlier
     run's.
 
     Raises RecipeError that lists everything wrong with it.
     """
-    if "kind" not in _tree(text):
+    if not is_language(text):
         recipe = load_any(text, overrides, ranks)
         if isinstance(recipe, Recipe):
             return recipe
     raise RecipeError(
-        "kind: language trains a language model, and this command is for recipes of diffusion models; `onetake train`, `plan` and "
-        "`report` take it, and peft loads a run's weights/"
+        "kind: language trains a language model, and this command is for recipes of diffusion models; `onetake train`, `plan`, "
+        "`verify` and `report` take it, and peft loads a run's weights/"
     )
 
 
@@ -119,7 +124,7 @@ def _override(tree: dict[str, Any], override: str) -> str | None:
     *parents, key = path.strip().split(".")
     node: dict[str, Any] = tree
     for parent in parents:
-        child = node.get(parent, {})
+        child = {} if node.get(parent) is None else node[parent]
         if isinstance(child, str):  # a choice written by its name alone
             child = {"kind": child}
         if not isinstance(child, dict):

@@ -1,19 +1,18 @@
-"""Gradients side by side: of one update under every execution, and of one event under every action on its blocks' state."""
+"""Gradients side by side: of one update under every execution, and of two events under every action on blocks' state."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from onetake.activations.compare import ActionRow, compare
 from onetake.activations.joint import leave_one_out
-from onetake.activations.plan import MIB, Action, Plan
+from onetake.activations.plan import Plan
 from onetake.activations.recoveries import Recoveries
-from onetake.activations.recovery import EXACT, Recovery
 from onetake.allocator import keep_freed_memory
 from onetake.coefficients import Coefficients
 from onetake.execution import EXECUTIONS, Recompute
@@ -74,50 +73,14 @@ def verify(recipe: Recipe, policy: Policy, task: Task) -> list[Row]:
     return rows
 
 
-@dataclass(frozen=True, kw_only=True)
-class ActionRow:
-    """An action on all units, or on one alone, against the gradient that R gives."""
-
-    action: Action
-    units: str
-    relative_l2: float
-    seconds: float
-    replays: int
-    kept_mib: float
-
-
 def verify_actions(recipe: Recipe, policy: Policy, task: Task) -> list[ActionRow]:
-    """R, H and E on all units, which must agree bit for bit, and L on each unit alone, on one event of the first micro-batch."""
-    gradient = _event(recipe, policy, task)
-    rows = []
-    for name, recovery in Recoveries(policy.module, "0%").each.items():
-        exact = gradient(recovery.forced({}))
-        everything = [dict.fromkeys((u.name for u in recovery.units), a) for a in reversed(EXACT)]
-        alone = [{unit.name: Action.COMPRESS} for unit in recovery.units]
-        for actions in everything + alone:
-            gradient(recovery.forced(actions))  # records what E and L keep
-            rows.append(_action_row(name, recovery, actions, gradient, exact))
+    """Every action on the units of each transformer, on the first and the last event of the first micro-batch."""
+    run = _events(recipe, policy, task)
+    recoveries = Recoveries(policy.module, "0%")
+    rows = [row for name, recovery in recoveries.each.items() for row in compare(recovery, run, name)]
+    for recovery in recoveries.each.values():
         recovery.detach()
     return rows
-
-
-_Gradient = Callable[[AbstractContextManager[None]], Tensor]
-
-
-def _action_row(
-    name: str, recovery: Recovery, actions: dict[str, Action], gradient: _Gradient, exact: Tensor
-) -> ActionRow:
-    replays, start = sum(unit.replays for unit in recovery.units), time.perf_counter()
-    found = gradient(recovery.forced(actions))
-    which = "all" if len(actions) == len(recovery.units) else next(iter(actions))
-    return ActionRow(
-        action=next(iter(actions.values())),
-        units=f"{name} {which}".strip(),
-        relative_l2=float((found - exact).norm() / exact.norm()),
-        seconds=time.perf_counter() - start,
-        replays=sum(unit.replays for unit in recovery.units) - replays,
-        kept_mib=sum(unit.captured for unit in recovery.units) / MIB,
-    )
 
 
 def measured_plans(recipe: Recipe, policy: Policy, task: Task, together: bool = False) -> dict[str, Plan]:
@@ -126,29 +89,33 @@ def measured_plans(recipe: Recipe, policy: Policy, task: Task, together: bool = 
     If `together`, without the actions that save nothing beside the others (`joint.leave_one_out`).
     """
     assert recipe.activations is not None
-    gradient = _event(recipe, policy, task)
+    score = _events(recipe, policy, task)
     recoveries = Recoveries(policy.module, recipe.activations)
-    gradient(recoveries.step())
+
+    def run() -> None:
+        score()
+        policy.module.zero_grad()  # of both transformers: what stays in use would change the plan
+
+    with recoveries.step():
+        run()
     planned = {name: recovery for name, recovery in recoveries.each.items() if recovery.plans}
     if together:
-        return {name: leave_one_out(recovery, lambda: gradient(nullcontext())) for name, recovery in planned.items()}
+        return {name: leave_one_out(recovery, run) for name, recovery in planned.items()}
     return {name: plan for name, recovery in planned.items() for plan in recovery.plans.values()}
 
 
-def _event(recipe: Recipe, policy: Policy, task: Task) -> _Gradient:
-    """A function that gives the gradient of the log-probs of the first micro-batch's first and last event, inside a context."""
+def _events(recipe: Recipe, policy: Policy, task: Task) -> Callable[[], None]:
+    """A function that adds the gradient of the log-probs of the first micro-batch's first and last event."""
     address = Address(seed=recipe.seed, stream="train", update=0)
     (batch, *_) = deal(recipe.rollout, task.train, policy, recipe.selection, recipe.objective, address)
     preflight(policy, Recompute(recipe.penalty), recipe.objective, [batch])  # chooses the way to re-score
     (events,) = sample(policy, Recompute(), [batch]).transitions
 
-    def gradient(context: AbstractContextManager[None]) -> Tensor:
-        with context:
-            for event in {events[0].index: events[0], events[-1].index: events[-1]}.values():
-                policy.score(batch, event).log_prob.sum().backward()
-        return _taken(policy)
+    def run() -> None:
+        for event in {events[0].index: events[0], events[-1].index: events[-1]}.values():
+            policy.score(batch, event).log_prob.sum().backward()
 
-    return gradient
+    return run
 
 
 def _taken(policy: Policy) -> Tensor:

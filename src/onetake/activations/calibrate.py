@@ -37,11 +37,11 @@ def intervene(recovery: Recovery, run: Run, actions: dict[str, Action]) -> Inter
 
     Gradients are left cleared. Without a gradient, as of dead groups, signals and error are 0.
     """
-    exact = _gradient(recovery, run, {})
+    exact = gradient(recovery, run, {})
     signals, size = recovery.require_lossy().signals, norm(exact)
     if not size:
         return Intervention(signals=dict.fromkeys(actions, 0.0), error=0.0)
-    error = norm([a - b for a, b in zip(_gradient(recovery, run, actions), exact, strict=True)])
+    error = norm([a - b for a, b in zip(gradient(recovery, run, actions), exact, strict=True)])
     return Intervention(signals={name: signals[name] / size for name in actions}, error=error / size)
 
 
@@ -88,8 +88,11 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
     return sum(x * y for x, y in points) / square if square else 0.0
 
 
-def _gradient(recovery: Recovery, run: Run, actions: dict[str, Action]) -> list[Tensor]:
-    """Of the units' and all other trainable parameters of the model; drawn from the same random state."""
+def gradient(recovery: Recovery, run: Callable[[], object], actions: dict[str, Action]) -> list[Tensor]:
+    """Of all trainable parameters of the model, zero where `run` gives none; drawn from the same random state. Left cleared.
+
+    `run` does a forward and its backward, with `actions` on some units and R on the others.
+    """
     parameters = [p for p in recovery.model.parameters() if p.requires_grad]
     for parameter in parameters:
         parameter.grad = None

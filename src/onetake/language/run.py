@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PrinterCallback, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
+from onetake.activations.compare import ActionRow, compare
 from onetake.activations.joint import leave_one_out
 from onetake.activations.plan import Plan
 from onetake.activations.recovery import Recovery
@@ -51,13 +52,33 @@ def train(
 
 
 def measured_plan(recipe: LanguageRecipe, together: bool = False) -> Plan:
-    """What recovery will do with each block, measured on one micro-batch: random tokens, the longest prompt, whole completions.
+    """What recovery will do with each block, measured on one micro-batch.
 
     If `together`, without the actions that save nothing beside the others (`joint.leave_one_out`). Raises ValueError if the
     recipe has no recovery.
     """
+    recovery, run = _micro_batch(recipe)
+    with recovery.step():
+        run()
+    recovery.model.zero_grad()  # what stays in use would change the plan
+    (plan,) = recovery.plans.values()
+    return leave_one_out(recovery, run) if together else plan
+
+
+def verify_actions(recipe: LanguageRecipe) -> list[ActionRow]:
+    """Every action on the model's blocks, on one micro-batch. Raises ValueError if the recipe has no recovery."""
+    return compare(*_micro_batch(recipe))
+
+
+def _micro_batch(recipe: LanguageRecipe) -> tuple[Recovery, Callable[[], None]]:
+    """The recipe's recovery, and a function that adds the gradient of a micro-batch's log-probs.
+
+    Its tokens are random; rows are as long as the longest prompt and a whole completion.
+    """
     if recipe.recovery is None:
-        raise ValueError("recovery: null leaves nothing to plan; set recovery.memory, such as 1.10x")
+        raise ValueError(
+            "recovery: null leaves nothing to plan or to verify; set recovery.memory, such as --set recovery.memory=1.10x"
+        )
     keep_freed_memory()
     task = recipe.task.load()
     with TemporaryDirectory() as folder, warnings.catch_warnings():
@@ -68,15 +89,14 @@ def measured_plan(recipe: LanguageRecipe, together: bool = False) -> Plan:
     shape = trainer.args.per_device_train_batch_size, length
     ids = torch.randint(trainer.model.config.vocab_size, shape, device=trainer.model.device)
     recovery = Recovery(trainer.model.train(), memory=recipe.recovery.memory)
+    score = trainer._get_per_token_logps_and_entropies
 
-    def update() -> None:
-        score = trainer._get_per_token_logps_and_entropies
-        score(trainer.model, ids, torch.ones_like(ids), trainer.args.max_completion_length)[0].sum().backward()
+    def run() -> None:
+        with trainer.accelerator.autocast():
+            log_probs = score(trainer.model, ids, torch.ones_like(ids), trainer.args.max_completion_length)[0]
+        log_probs.sum().backward()
 
-    with recovery.step():
-        update()
-    (plan,) = recovery.plans.values()
-    return leave_one_out(recovery, update) if together else plan
+    return recovery, run
 
 
 def load(policy: LanguagePolicy) -> tuple[Any, Any]:
