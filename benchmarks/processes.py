@@ -8,17 +8,27 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.multiprocessing
+from torch.multiprocessing.spawn import ProcessContext
+from torch.multiprocessing.spawn import spawn as processes
 
 from onetake.parallel import world
 
 
 def spawn(ranks: int, function: Callable[..., None], *arguments: Any) -> None:
     """`function(world, *arguments)` in `ranks` processes of this machine, gloo between them, one thread each."""
+    started = start(ranks, function, *arguments)
+    while not started.join():
+        pass
+
+
+def start(ranks: int, function: Callable[..., None], *arguments: Any) -> ProcessContext:
+    """As `spawn`, without waiting for them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(_one_rank, (ranks, port, function, arguments), nprocs=ranks)
+    started = processes(_one_rank, (ranks, port, function, arguments), nprocs=ranks, join=False)
+    assert started is not None
+    return started
 
 
 def _one_rank(rank: int, size: int, port: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:

@@ -10,9 +10,10 @@ fine-tune, one of LoRA. The other rows are predicted. Weights are taken to be wh
 
 `measure`: recipe `shapes`, made smaller, trained by 1, 2 and 4 processes of this machine (gloo, one thread each); seconds per
 update of rank 0, medians over all updates but the first. The run of one rank under recompute is the profile from which all rows
-are predicted. Its seconds on the clock are multiplied by the share of a core that its process had, so that they are CPU
-seconds; where there are more ranks than cores, the clock is predicted for ranks that take turns. What a rank sends in a
-second is timed first, on sums as large as the run's gradient.
+are predicted. A core is slower while its neighbours work, so the runs of one rank are started as often as there are cores, side by
+side: a rank then finds the same machine in all rows. The profile's seconds on the clock are multiplied by the share of a core that
+its process had, so that they are CPU seconds; where there are more ranks than cores, the clock is predicted for ranks that take
+turns. What a rank sends in a second is timed first, on sums as large as the run's gradient.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from onetake.metrics import Log
 from onetake.parallel import World
 from onetake.scaling import LATENCY, Machine, Message, Profile, Share, predictions
 from onetake.session import opened, train_and_report
-from processes import spawn
+from processes import spawn, start
 
 PUBLISHED = {
     "full": {
@@ -144,6 +145,21 @@ def compare(ranks: World, root: Path, updates: int) -> None:
             table.writelines(f"{row}\n" for row in rows(ranks.size, root, speed))
 
 
+def measure(updates: int) -> str:
+    """The table of all cases."""
+    with tempfile.TemporaryDirectory() as folder:
+        first, *others = [Path(folder) / str(number) for number in range(CORES)]
+        for root in (first, *others):
+            root.mkdir()
+        for size in (1, 2, 4):
+            beside = [start(size, compare, root, updates) for root in others[: max(1, CORES // size) - 1]]
+            spawn(size, compare, first, updates)
+            for started in beside:
+                while not started.join():
+                    pass
+        return (first / "table").read_text()
+
+
 def rows(ranks: int, root: Path, speed: float) -> Iterator[str]:
     first = root / "1-shared-prompt-recompute"
     cpu, wall = took(first)
@@ -171,11 +187,7 @@ if __name__ == "__main__":
     if chosen.what == "published":
         print("\n".join(lines()))
     else:
-        with tempfile.TemporaryDirectory() as folder:
-            for size in (1, 2, 4):
-                spawn(size, compare, Path(folder), chosen.updates)
-            print(
-                "| ranks | layout | execution | predicted CPU s | CPU s | ratio | predicted wall s | wall s | ratio |"
-            )
-            print("|---|---|---|---|---|---|---|---|---|")
-            print((Path(folder) / "table").read_text(), end="")
+        table = measure(chosen.updates)
+        print("| ranks | layout | execution | predicted CPU s | CPU s | ratio | predicted wall s | wall s | ratio |")
+        print("|---|---|---|---|---|---|---|---|---|")
+        print(table, end="")
