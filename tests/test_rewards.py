@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,16 +100,68 @@ def test_in_the_background_a_reward_works_while_we_do_in_order_and_without_gradi
 
 
 def test_what_fails_in_the_background_stops_the_call():
-    rewards = load_rewards("jpeg", background=True)
+    rewards = load_rewards("jpeg", background="thread")
     rewards(torch.zeros(1, 3, 8, 8), [Prompt("first")])
     rewards.ahead(images := torch.zeros(2, 3, 8, 8), [Prompt("first")])
     with pytest.raises(ValueError, match=r"the reward jpeg returned shape \(2,\) for 1 images"):
         rewards(images, [Prompt("first")])
 
 
+FRAGILE = """
+import os
+from pathlib import Path
+
+import torch
+
+
+def fragile(images, prompts, metadata):
+    if prompts[0] == "die":
+        os._exit(3)
+    Path(metadata[0]["pid"]).write_text(str(os.getpid()))
+    return images.mean((1, 2, 3))
+"""
+KILLED = """
+import os, signal, sys
+import torch
+from onetake.records import Prompt
+from onetake.rewards import load_rewards
+
+if __name__ == "__main__":
+    rewards = load_rewards("fragile:fragile", background="process")
+    rewards(torch.zeros(1, 3, 2, 2), [Prompt("live", metadata={"pid": sys.argv[1]})])
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def gone(pid: int) -> bool:
+    """Whether the process ended, also if nobody waited for it yet."""
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def test_a_reward_in_a_process_of_its_own_can_die_and_does_not_outlive_its_run(tmp_path, monkeypatch):
+    (tmp_path / "fragile.py").write_text(FRAGILE)
+    monkeypatch.syspath_prepend(tmp_path)
+    rewards, images = load_rewards("fragile:fragile", background="process"), torch.rand(1, 3, 2, 2).bfloat16()
+    prompt = Prompt("live", metadata={"pid": str(tmp_path / "pid")})
+    assert rewards(images, [prompt])["fragile:fragile"].equal(images.mean((1, 2, 3)).double())
+    assert int((tmp_path / "pid").read_text()) != os.getpid()
+    with pytest.raises(ValueError, match=r"the process of fragile:fragile died.*With task\.background=thread"):
+        rewards(images, [Prompt("die")])
+
+    (tmp_path / "killed.py").write_text(KILLED)
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, str(tmp_path / "killed.py"), str(tmp_path / "pid")]
+    assert subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}).returncode == -signal.SIGKILL
+    pid, patience = int((tmp_path / "pid").read_text()), time.monotonic() + 20
+    while not gone(pid) and time.monotonic() < patience:
+        time.sleep(0.05)
+    assert gone(pid)
+
+
 def test_a_run_that_scores_in_the_background_is_the_same_run(folder, tmp_path):
-    def run(background: bool) -> tuple[list[dict[str, Any]], dict[str, list]]:
-        out = tmp_path / str(background)
+    def run(background: str) -> tuple[list[dict[str, Any]], dict[str, list]]:
+        out = tmp_path / background
         changes = [
             "task.reward={clip:%s: 1, jpeg: 0.1}" % folder,  # noqa: UP031 - braces of YAML
             f"task.background={background}",
@@ -113,7 +171,9 @@ def test_a_run_that_scores_in_the_background_is_the_same_run(folder, tmp_path):
             f"out={out}",
         ]
         recipe = opened(str(tmp_path / "recipe.yaml"), changes).recipe
-        assert set(recipe.task.load().rewards.threads) == ({f"clip:{folder}", "jpeg"} if background else set())
+        assert set(recipe.task.load().rewards.threads) == (
+            {f"clip:{folder}", "jpeg"} if background != "null" else set()
+        )
         train(recipe, out, config.dump(recipe), Watcher(say=lambda text: None))
         (weights,) = out.glob("checkpoints/*/weights/*.safetensors")
         lines = [
@@ -123,4 +183,4 @@ def test_a_run_that_scores_in_the_background_is_the_same_run(folder, tmp_path):
         return lines, {name: tensor.tolist() for name, tensor in load_file(weights).items()}
 
     tiny_recipe_file(tmp_path)
-    assert run(True) == run(False)
+    assert run("thread") == run("process") == run("null")

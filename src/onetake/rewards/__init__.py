@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -23,8 +23,10 @@ from onetake.rewards import http
 from onetake.rewards.clip import ClipScore, pickscore
 from onetake.rewards.http import HttpReward
 from onetake.rewards.jpeg import jpeg_size
+from onetake.rewards.process import ProcessReward
 
 Reward = Callable[..., Tensor]
+Background = Literal["thread", "process"]
 
 REWARDS: dict[str, Reward] = {"jpeg": jpeg_size, "pickscore": pickscore(None)}
 """By name alone."""
@@ -97,26 +99,26 @@ def takes_metadata(reward: Reward) -> bool:
     return "metadata" in inspect.signature(reward).parameters
 
 
-def load_rewards(names: str | dict[str, float], *, background: bool = False) -> Rewards:
+def load_rewards(names: str | dict[str, float], *, background: Background | None = None) -> Rewards:
     """One reward by its name, or several by name and weight; begun in the `background`, as servers always are.
 
-    A reward of this process has one thread: it sees micro-batches one after the other, in the order in which they are sampled.
-    Raises ValueError as `load_reward` does.
+    A reward on this machine has one thread or process: it sees micro-batches one after the other, in the order in which they are
+    sampled. Raises ValueError as `load_reward` does.
     """
     weights = {names: 1.0} if isinstance(names, str) else names
     functions = {name: load_reward(name) for name in weights}
-    workers = {name: http.REQUESTS if isinstance(f, HttpReward) else int(background) for name, f in functions.items()}
+    workers = {
+        n: http.REQUESTS if isinstance(f, HttpReward) else int(background is not None) for n, f in functions.items()
+    }
     threads = {name: ThreadPoolExecutor(count, "reward") for name, count in workers.items() if count}
+    if background == "process":
+        functions = {name: f if isinstance(f, HttpReward) else ProcessReward(name) for name, f in functions.items()}
     return Rewards(functions=functions, weights=weights, threads=threads)
 
 
 def scores(name: str, reward: Reward, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
     """(B,) float64 scores. Raises ValueError for a wrong length or a score that is not finite, naming the prompt."""
-    metadata = {"metadata": [prompt.metadata for prompt in prompts]} if takes_metadata(reward) else {}
-    with torch.cuda.device_of(images), torch.no_grad():  # a new thread begins on the first GPU, and with gradients
-        values = (
-            torch.as_tensor(reward(images, [prompt.text for prompt in prompts], **metadata)).detach().double().cpu()
-        )
+    values = call(reward, images, [prompt.text for prompt in prompts], [prompt.metadata for prompt in prompts]).double()
     if values.shape != (len(prompts),):
         raise ValueError(
             f"the reward {name} returned shape {tuple(values.shape)} for {len(prompts)} images; it must be ({len(prompts)},)"
@@ -128,3 +130,10 @@ def scores(name: str, reward: Reward, images: Tensor, prompts: Sequence[Prompt])
             "stopped, nothing was trained on it and the last checkpoint stands"
         )
     return values
+
+
+def call(reward: Reward, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
+    """What the reward returns, on the CPU; it gets the metadata if it has a parameter for it."""
+    given = {"metadata": metadata} if takes_metadata(reward) else {}
+    with torch.cuda.device_of(images), torch.no_grad():  # a new thread begins on the first GPU, and with gradients
+        return torch.as_tensor(reward(images, prompts, **given)).detach().cpu()

@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from onetake.records import NAMED, Config, Prompt
-from onetake.rewards import Rewards, load_rewards
+from onetake.rewards import Background, Rewards, load_rewards
 from onetake.tasks.motion.captions import prompts as motion_prompts
 from onetake.tasks.motion.verify import verify as verify_clip
 from onetake.tasks.prompts import read
@@ -98,8 +98,9 @@ class PromptsTask(Config):
     train: Path
     held_out: Path
     reward: str | dict[str, float]
-    background: bool = Field(
-        default=False, description="score in a thread while the next micro-batch is sampled; servers always do"
+    background: Background | None = Field(
+        default=None,
+        description="score in a thread, or a process of its own, while the next micro-batch is sampled; servers always do",
     )
     success_at: float | None = Field(default=None, description="an image whose reward reaches this counts as a success")
 
