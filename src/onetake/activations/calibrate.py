@@ -10,15 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from onetake.activations.capture import Unit
 from onetake.activations.lossy import norm
 from onetake.activations.plan import Action
-from onetake.activations.recovery import Recovery
+
+if TYPE_CHECKING:
+    from onetake.activations.recovery import Recovery
+
+MICRO_BATCHES = 16  # the paper's
 
 Run = Callable[[], None]
 """Forward and backward of one micro-batch, and ``recovery.watch(log_probs)`` in between if risk goes by coefficients."""
@@ -35,7 +39,7 @@ class Intervention:
 def intervene(recovery: Recovery, run: Run, actions: dict[str, Action]) -> Intervention:
     """The error that `actions` on some units put into the gradient of one micro-batch; the others run under R.
 
-    Gradients are left cleared. Without a gradient, as of dead groups, signals and error are 0.
+    Without a gradient, as of dead groups, signals and error are 0.
     """
     exact = gradient(recovery, run, {})
     signals, size = recovery.require_lossy().signals, norm(exact)
@@ -45,24 +49,42 @@ def intervene(recovery: Recovery, run: Run, actions: dict[str, Action]) -> Inter
     return Intervention(signals={name: signals[name] / size for name in actions}, error=error / size)
 
 
-def calibrate(recovery: Recovery, runs: Sequence[Run]) -> list[Intervention]:
-    """Fill in the recovery's sensitivities from one intervention per run, units taken in an even stride.
+class Calibration:
+    """Fills in a recovery's sensitivities after one intervention on each of `micro_batches`, units taken in an even stride."""
 
-    Raises ValueError if none of the runs that tried a kind of unit had a gradient.
-    """
-    units = recovery.units
-    found: dict[str, list[Intervention]] = {}
-    for index, run in enumerate(runs):
-        unit = units[index * len(units) // len(runs) if len(runs) < len(units) else index % len(units)]
-        found.setdefault(unit.name, []).append(intervene(recovery, run, {unit.name: Action.COMPRESS}))
-    kinds: dict[type, list[Unit]] = {}
-    for unit in units:
-        kinds.setdefault(type(unit.module), []).append(unit)
-    sensitivity: dict[str, float] = {}
-    for kind, alike in kinds.items():
-        sensitivity |= _along(kind.__name__, [unit.name for unit in alike], found)
-    recovery.learn_sensitivity(sensitivity)
-    return [intervention for interventions in found.values() for intervention in interventions]
+    def __init__(self, recovery: Recovery, micro_batches: int = MICRO_BATCHES) -> None:
+        names, few = [unit.name for unit in recovery.units], micro_batches < len(recovery.units)
+        self._left = [names[i * len(names) // micro_batches if few else i % len(names)] for i in range(micro_batches)]
+        self._recovery = recovery
+        self.found: dict[str, list[Intervention]] = {}  # by unit
+
+    @property
+    def done(self) -> bool:
+        return not self._left
+
+    def add(self, run: Run) -> None:
+        """Raises ValueError if it was the last, and none that tried a kind of unit had a gradient."""
+        unit = self._left.pop(0)
+        self.found.setdefault(unit, []).append(intervene(self._recovery, run, {unit: Action.COMPRESS}))
+        if self.done:
+            self._finish()
+
+    def _finish(self) -> None:
+        kinds: dict[type, list[str]] = {}
+        for unit in self._recovery.units:
+            kinds.setdefault(type(unit.module), []).append(unit.name)
+        sensitivity: dict[str, float] = {}
+        for kind, names in kinds.items():
+            sensitivity |= _along(kind.__name__, names, self.found)
+        self._recovery.learn_sensitivity(sensitivity)
+
+
+def calibrate(recovery: Recovery, runs: Sequence[Run]) -> list[Intervention]:
+    """A whole calibration, a micro-batch a run. Raises ValueError as `Calibration.add` does."""
+    calibration = Calibration(recovery, len(runs))
+    for run in runs:
+        calibration.add(run)
+    return [intervention for found in calibration.found.values() for intervention in found]
 
 
 def _along(kind: str, names: list[str], found: dict[str, list[Intervention]]) -> dict[str, float]:
@@ -89,16 +111,17 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
 
 
 def gradient(recovery: Recovery, run: Callable[[], object], actions: dict[str, Action]) -> list[Tensor]:
-    """Of all trainable parameters of the model, zero where `run` gives none; drawn from the same random state. Left cleared.
+    """Of all trainable parameters of the model, zero where `run` gives none; drawn from the same random state.
 
-    `run` does a forward and its backward, with `actions` on some units and R on the others.
+    `run` does a forward and its backward, with `actions` on some units and R on the others. What gradients were there stay.
     """
     parameters = [p for p in recovery.model.parameters() if p.requires_grad]
+    before = [p.grad for p in parameters]
     for parameter in parameters:
         parameter.grad = None
     with torch.random.fork_rng(), recovery.forced(actions):
         run()
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    for parameter in parameters:
-        parameter.grad = None
+    for parameter, kept in zip(parameters, before, strict=True):
+        parameter.grad = kept
     return gradients

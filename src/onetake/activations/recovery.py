@@ -16,14 +16,17 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from onetake.activations.attach import Attachment
+from onetake.activations.calibrate import Calibration
 from onetake.activations.capture import Capture, CaptureError, Region, Unit
 from onetake.activations.exposure import Skip, exposure
 from onetake.activations.lossy import Lossy
@@ -187,7 +190,7 @@ class Recovery:
         peaks, the highest.
 
         Of TRL's GRPOTrainer the log-probs and entropies are read too: where all their coefficients are zero, on all ranks, the
-        micro-batch's backward is skipped.
+        micro-batch's backward is skipped. With `lossy`, what is not in the profile is calibrated beside the first micro-batches.
         """
         inner: Callable[..., Tensor] = trainer.training_step
         inner_log: Callable[..., None] = trainer.log
@@ -217,6 +220,8 @@ class Recovery:
                 f"Lossy(by='coefficients') reads the log-probs of TRL's GRPOTrainer, and {type(trainer).__name__} has none; leave "
                 "`by` at 'gradient', or use recovery.step() and recovery.watch() in a loop of your own"
             )
+        if self.lossy is not None and not self.lossy.sensitivity:
+            self._calibrate_along(trainer, self.lossy)
         return self
 
     def _read_coefficients(self, trainer: Any, score: Callable[..., tuple[Tensor | None, ...]]) -> None:
@@ -240,12 +245,43 @@ class Recovery:
                 self._skipped = skip(model, ready and self._exposure == 0)
                 if self._skipped:
                     return self._without_graph(loss)
-                if self.lossy is not None and self.lossy.by == "coefficients":
-                    self.watch(*scored)
+            if scored and self.lossy is not None and self.lossy.by == "coefficients":
+                self.watch(*scored)
             return loss
 
         setattr(trainer, TRL_SCORE, noted)
         trainer.compute_loss = compute_loss
+
+    def _calibrate_along(self, trainer: Any, lossy: Lossy) -> None:
+        """Measure κ beside micro-batches with a gradient, from the second update on: before, LoRA's A has none. Two more forwards
+        and backwards for each; nothing that the trainer sees changes."""
+        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+            raise ValueError(
+                "lossy: how losses reach the gradient cannot be measured on sharded weights; calibrate on one device, with "
+                "profile=…, and give this run that profile, or leave lossy out"
+            )
+        step, compute = trainer.training_step, trainer.compute_loss
+        calibration = Calibration(self)
+        latest: list[Callable[[], Tensor]] = []
+
+        def compute_loss(*args: Any, **kwargs: Any) -> Tensor:
+            latest[:] = [partial(compute, *args, **kwargs)]
+            return compute(*args, **kwargs)
+
+        def again() -> None:
+            with trainer.compute_loss_context_manager():
+                loss = latest[0]()
+            loss.backward()
+
+        def training_step(model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+            loss = step(model, *args, **kwargs)
+            if not (calibration.done or self._skipped or lossy.norm is None):
+                with model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext():
+                    calibration.add(again)
+            latest.clear()
+            return loss
+
+        trainer.training_step, trainer.compute_loss = training_step, compute_loss
 
     def _without_graph(self, loss: Tensor) -> Tensor:
         """A loss whose backward does nothing, after every parameter has got the zero gradient that the true one would leave."""

@@ -52,9 +52,16 @@ def _as_written(value: Any) -> Any:
 
 
 class RecoveryConfig(Config):
-    """`onetake.activations.recovery.Recovery`, exact."""
+    """`onetake.activations.recovery.Recovery`, exact unless `lossy`."""
 
     memory: Annotated[int | str, BeforeValidator(_as_written)] = "1.10x"
+    lossy: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="relative error of an update's gradient that compression (L) may make; 16 micro-batches calibrate it, "
+        "also after a resume",
+    )
 
 
 class LanguageEvaluation(Config):

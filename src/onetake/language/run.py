@@ -15,6 +15,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from onetake.activations.compare import ActionRow, compare
 from onetake.activations.joint import leave_one_out
+from onetake.activations.lossy import Lossy
 from onetake.activations.plan import Plan
 from onetake.activations.recovery import Recovery
 from onetake.allocator import keep_freed_memory
@@ -41,7 +42,9 @@ def train(
         warnings.simplefilter("ignore", FutureWarning)
         trainer = _trainer(recipe, folder / "checkpoints", task)
         if recipe.recovery is not None:
-            Recovery(trainer.model, memory=recipe.recovery.memory).attach(trainer)
+            target, parts = recipe.recovery.lossy, trainer.args.gradient_accumulation_steps
+            lossy = None if target is None else Lossy(target, micro_batches=parts)
+            Recovery(trainer.model, memory=recipe.recovery.memory, lossy=lossy).attach(trainer)
         record = Record(recipe, trainer, task, Log(folder / "metrics.jsonl"), say, show)
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(record)
