@@ -37,8 +37,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from onetake.activations.lossy import Lossy
 from onetake.activations.measure import Templates
-from onetake.activations.plan import MIB, Action
-from onetake.activations.recovery import EXACT, Recovery
+from onetake.activations.plan import EXACT, MIB, Action
+from onetake.activations.recovery import Recovery
 from onetake.allocator import MMAP_THRESHOLD, keep_freed_memory
 from onetake.language import run as language
 from onetake.language.recipe import LanguagePolicy

@@ -14,9 +14,8 @@ from helpers import gradient_of, move
 from models import plant_wrong_replays
 from onetake import config
 from onetake.activations.measure import Probe
-from onetake.activations.plan import Action, Option
+from onetake.activations.plan import EXACT, Action, Option
 from onetake.activations.recoveries import Recoveries
-from onetake.activations.recovery import EXACT
 from onetake.cli import app
 from onetake.execution.sampling import RolloutConfig
 from onetake.metrics import Log

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,9 +17,7 @@ from torch import Tensor
 
 from onetake.activations.lossy import norm
 from onetake.activations.plan import Action
-
-if TYPE_CHECKING:
-    from onetake.activations.recovery import Recovery
+from onetake.activations.steps import Steps
 
 MICRO_BATCHES = 16  # the paper's
 
@@ -36,7 +33,7 @@ class Intervention:
     error: float  # relative L2 error of the gradient
 
 
-def intervene(recovery: Recovery, run: Run, actions: dict[str, Action]) -> Intervention:
+def intervene(recovery: Steps, run: Run, actions: dict[str, Action]) -> Intervention:
     """The error that `actions` on some units put into the gradient of one micro-batch; the others run under R.
 
     Without a gradient, as of dead groups, signals and error are 0.
@@ -52,7 +49,7 @@ def intervene(recovery: Recovery, run: Run, actions: dict[str, Action]) -> Inter
 class Calibration:
     """Fills in a recovery's sensitivities after one intervention on each of `micro_batches`, units taken in an even stride."""
 
-    def __init__(self, recovery: Recovery, micro_batches: int = MICRO_BATCHES) -> None:
+    def __init__(self, recovery: Steps, micro_batches: int = MICRO_BATCHES) -> None:
         names, few = [unit.name for unit in recovery.units], micro_batches < len(recovery.units)
         self._left = [names[i * len(names) // micro_batches if few else i % len(names)] for i in range(micro_batches)]
         self._recovery = recovery
@@ -79,7 +76,7 @@ class Calibration:
         self._recovery.learn_sensitivity(sensitivity)
 
 
-def calibrate(recovery: Recovery, runs: Sequence[Run]) -> list[Intervention]:
+def calibrate(recovery: Steps, runs: Sequence[Run]) -> list[Intervention]:
     """A whole calibration, a micro-batch a run. Raises ValueError as `Calibration.add` does."""
     calibration = Calibration(recovery, len(runs))
     for run in runs:
@@ -110,7 +107,7 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
     return sum(x * y for x, y in points) / square if square else 0.0
 
 
-def gradient(recovery: Recovery, run: Callable[[], object], actions: dict[str, Action]) -> list[Tensor]:
+def gradient(recovery: Steps, run: Callable[[], object], actions: dict[str, Action]) -> list[Tensor]:
     """Of all trainable parameters of the model, zero where `run` gives none; drawn from the same random state.
 
     `run` does a forward and its backward, with `actions` on some units and R on the others. What gradients were there stay.

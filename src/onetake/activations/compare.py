@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from onetake.activations.calibrate import gradient
 from onetake.activations.lossy import norm
 from onetake.activations.measure import now
-from onetake.activations.plan import MIB, Action
-from onetake.activations.recovery import EXACT, Recovery
+from onetake.activations.plan import EXACT, MIB, Action
+from onetake.activations.recovery import Recovery
 
 
 @dataclass(frozen=True, kw_only=True)

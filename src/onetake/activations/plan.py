@@ -25,6 +25,9 @@ class Action(StrEnum):
     RECOMPUTE = "R"  # nothing: the unit runs again, under its random state, when backward reaches it
 
 
+EXACT = tuple(action for action in Action if action != Action.COMPRESS)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Option:
     """One way to treat one unit. Raises ValueError for a negative cost."""
