@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -89,16 +88,16 @@ class Capture:
             _refuse_compilation(unit.name)  # pyright: ignore[reportArgumentType]
         if not torch.is_grad_enabled():
             return function(*args)
-        arguments = (args, function.keywords if isinstance(function, partial) else {})
-        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        arguments = tree_leaves((args, function.keywords if isinstance(function, partial) else {}))
+        first = next(leaf for leaf in arguments if isinstance(leaf, Tensor))
         unit.forwards += 1
-        unit.executed, unit.captured, unit.region = self.choose(unit, tensors[0]), 0, None
+        unit.executed, unit.captured, unit.region = self.choose(unit, first), 0, None
         if self.probe is not None:
-            self.probe(unit, _kind(unit, arguments, tensors[0].device.type), function, args)
+            self.probe(unit, _kind(unit, _owned(unit.module), arguments, first.device.type), function, args)
         if unit.executed == Action.RECOMPUTE:
             forward = nullcontext()
         else:
-            region = Region(self, unit, arguments, tensors)
+            region = Region(self, unit, arguments, first)
             unit.region = weakref.ref(region)
             forward = region.forward()
         return checkpoint(function, *args, use_reentrant=False, context_fn=lambda: (forward, unit.replaying()))
@@ -114,12 +113,12 @@ class Slot:
 
     __slots__ = ("__weakref__", "below", "kept", "made", "region", "version")
 
-    def __init__(self, below: Any, region: Region, version: int) -> None:
+    def __init__(self, below: Any, region: Region, version: int, kept: Tensor | None, made: Made | None) -> None:
         self.below = below
         self.region = region
         self.version = version
-        self.kept: Tensor | None = None
-        self.made: Made | None = None
+        self.kept = kept
+        self.made = made
 
     def read(self, unpack: Callable[[Any], Tensor]) -> Tensor:
         if self.kept is not None:
@@ -138,51 +137,49 @@ class Region:
     Held by its slots alone, and holds them weakly.
     """
 
-    def __init__(self, capture: Capture, unit: Unit, arguments: Any, tensors: list[Tensor]) -> None:
+    def __init__(self, capture: Capture, unit: Unit, arguments: list[Any], first: Tensor) -> None:
         self.capture = capture
         self.unit = unit
-        self.lossy = unit.executed == Action.COMPRESS
-        self.accepted = not (self.lossy and capture.ask_before_loss)
-        owned = [*unit.module.parameters(), *unit.module.buffers()]
-        self.free = {storage_key(tensor) for tensor in (*owned, *tensors)}
-        self.tokens, width = tensors[0].numel() // tensors[0].shape[-1], tensors[0].shape[-1]
-        self.widths = {size for p in owned if p.ndim == 2 for size in p.shape if size > width}
-        self.action = Action.ELEMENTWISE if self.lossy else unit.executed
+        self.accepted = not (unit.executed == Action.COMPRESS and capture.ask_before_loss)
+        self.device, self.shape = first.device.type, first.shape
+        owned = _owned(unit.module)
+        self.free = {storage_key(t) for t in (*owned, *arguments) if isinstance(t, Tensor)}
         self.key = None
-        if self.action != Action.STORE:
-            self.key = self.action, _kind(unit, arguments, tensors[0].device.type)
-        self.device = tensors[0].device.type
+        if unit.executed != Action.STORE:
+            self.key = unit.executed, _kind(unit, owned, arguments, self.device)
         self.slots: list[weakref.ref[Slot]] = []
         self.held = Held()
-        self.versions: dict[Made, int] = {}
-        self.codes: dict[Made, Fp8] = {}
-        self.memo: dict[int | Made, list[Any]] = {}  # by operation, or by leaf that was decoded
-        self.uses: Counter[int | Made] = Counter()  # how often a memo is read in one backward
-        self.left: Counter[int | Made] = Counter()  # how often it will still be
+        self.versions: dict[Made, int] = {}  # of leaves
+        self.codes: dict[Made, Fp8] = {}  # of others
+        self.memo: dict[Made, Tensor] = {}
+        self.reads: dict[Made, int] = {}  # how often a memo is read in one backward
+        self.left: dict[Made, int] = {}  # how often it will still be
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Entered by checkpoint above its own hooks."""
         pack, unpack = _hooks_below()
         slots: list[Slot] = []
-        tensors: list[Tensor | None] = []
         mode = self._mode()
-        lazily = _again(mode.template, self.lossy) if isinstance(mode, Follower) else {}
+        again = mode.template.again if isinstance(mode, Follower) else {}
 
         def note(tensor: Tensor) -> Slot:
-            tensors.append(None if len(slots) in lazily else tensor)
-            slots.append(Slot(pack(tensor), self, tensor._version))
+            made = again.get(len(slots))
+            kept = None if made is not None else _without_graph(tensor)
+            slots.append(Slot(pack(tensor), self, tensor._version, kept, made))
             return slots[-1]
 
         try:
             with torch.autograd.graph.saved_tensors_hooks(note, partial(_read, unpack)), mode or nullcontext():
                 yield
             self.slots = [weakref.ref(slot) for slot in slots]
-            with torch.no_grad():
-                self._fill(mode, slots, tensors)
+            if isinstance(mode, Follower) and not (mode.arrived() and len(slots) == mode.template.saved):
+                self._give_up()
+            else:
+                with torch.no_grad():
+                    self._hold(mode, slots)
         finally:  # autograd holds on to `note`, and so to these, for as long as the graph lives
             slots.clear()
-            tensors.clear()
 
     def _mode(self) -> Tracer | Follower | None:
         if self.key is None:
@@ -190,55 +187,54 @@ class Region:
         known = self.capture.templates.get(self.key)
         return Tracer() if known is None else Follower(known)
 
-    def _fill(self, mode: Tracer | Follower | None, slots: list[Slot], tensors: list[Tensor | None]) -> None:
-        again: dict[int, Made] = {}
-        if isinstance(mode, Tracer):
-            saved = [tensor for tensor in tensors if tensor is not None]
-            found = template(mode.calls, saved, self.action, widths=self.widths, tokens=self.tokens)
-            self.capture.templates[self.key] = found
-            self.held = mode.held(found)
-            again = _again(found, self.lossy)
-        elif isinstance(mode, Follower):
-            if mode.strayed or mode.count != len(mode.template.funcs) or len(slots) != mode.template.saved:
-                self.unit.executed = Action.RECOMPUTE
-                self.capture.tell_once(
-                    f"{self.unit.name} ran other operations than before on the same shapes; such forwards are recomputed (R)"
-                )
-                return
-            self.held = mode.held
-            again = _again(mode.template, self.lossy)
-        self._keep_leaves()
-        storages = {storage_key(leaf): leaf.untyped_storage().nbytes() for leaf in self.held.leaves.values()}
-        for place, (slot, tensor) in enumerate(zip(slots, tensors, strict=True)):
-            if place in again:
-                slot.made = again[place]
-            else:
-                assert tensor is not None
-                slot.kept = (
-                    tensor if tensor.grad_fn is None else tensor.detach()
-                )  # an output holding itself would never die
-                storages[storage_key(tensor)] = tensor.untyped_storage().nbytes()
-        read = [*again.values(), *(made for call in self.held.calls.values() for made in call.sources.values())]
-        self.uses = Counter(self._memo_of(made) for made in read if made not in self.held.leaves)
-        self.left = self.uses.copy()
-        codes = sum(code.nbytes for code in self.codes.values())
-        self.unit.captured = sum(size for key, size in storages.items() if key not in self.free) + codes
+    def _give_up(self) -> None:
+        self.drop()
+        self.unit.executed = Action.RECOMPUTE
+        self.capture.tell_once(
+            f"{self.unit.name} ran other operations than before on the same shapes; such forwards are recomputed (R)"
+        )
 
-    def _keep_leaves(self) -> None:
-        wide = self.capture.templates[self.key].wide if self.lossy else frozenset()
-        for made, leaf in self.held.leaves.items():
-            code = encode(leaf) if made in wide else None
-            if made in wide and code is None:
+    def _hold(self, mode: Tracer | Follower | None, slots: list[Slot]) -> None:
+        if isinstance(mode, Tracer):
+            found = self._template(mode, [slot.kept for slot in slots if slot.kept is not None])
+            self.capture.templates[self.key] = found
+            for place, made in found.again.items():
+                slots[place].kept, slots[place].made = None, made
+            self._keep(mode.held(found), found)
+        elif isinstance(mode, Follower):
+            self._keep(mode.held, mode.template)
+        kept = [*self.held.leaves.values(), *(slot.kept for slot in slots if slot.kept is not None)]
+        blocks = {block._cdata: block for block in (tensor.untyped_storage() for tensor in kept)}
+        codes = sum(code.nbytes for code in self.codes.values())
+        self.unit.captured = sum(block.nbytes() for key, block in blocks.items() if key not in self.free) + codes
+
+    def _template(self, mode: Tracer, saved: list[Tensor]) -> Template:
+        width = self.shape[-1]
+        weights = [p.shape for p in _owned(self.unit.module) if p.ndim == 2]
+        widths = {size for shape in weights for size in shape if size > width}
+        action = self.unit.executed
+        return template(
+            mode.calls,
+            saved,
+            action,
+            widths=widths if action == Action.COMPRESS else set(),
+            tokens=self.shape[:-1].numel(),
+        )
+
+    def _keep(self, held: Held, template: Template) -> None:
+        """Leaves as codes or with their versions."""
+        for made in template.wide & held.leaves.keys():
+            code = encode(held.leaves[made])
+            if code is None:
                 self.capture.tell_once(
                     f"{self.unit.name} made values that are not finite; such tensors are kept as they are"
                 )
-            if code is not None:
-                self.codes[made] = code
             else:
-                self.held.leaves[made] = leaf.detach()
-                self.versions[made] = leaf._version
-        for made in self.codes:
-            del self.held.leaves[made]
+                self.codes[made] = code
+                del held.leaves[made]
+        held.leaves = {made: _without_graph(leaf) for made, leaf in held.leaves.items()}
+        self.versions = {made: leaf._version for made, leaf in held.leaves.items()}
+        self.held, self.reads, self.left = held, template.reads, template.reads.copy()
 
     def make(self, made: Made) -> Tensor:
         """The tensor again. What others are made of, too, is remembered until the last of them was.
@@ -246,44 +242,7 @@ class Region:
         After a backward of a part of the graph, reads of the next are miscounted: what was let go of too early is made once more.
         """
         with torch.no_grad(), torch.autocast(self.device, enabled=False):
-            for op in self._missing(made):
-                again = self.held.calls[op]
-                if not again.unchanged():
-                    raise self.changed(f"an input of {again.func}")
-                self.memo[op] = again.run(self._value)
-                for source in again.sources.values():
-                    self._done_with(source)
-            value = self._value(made)
-        self._done_with(made)
-        return value
-
-    def _missing(self, made: Made) -> list[int]:
-        """The operations to run for it, in order."""
-        ops: set[int] = set()
-        open_ = [made]
-        while open_:
-            source = open_.pop()
-            if (
-                source not in self.held.leaves
-                and source not in self.codes
-                and source.op not in self.memo
-                and source.op not in ops
-            ):
-                ops.add(source.op)
-                open_.extend(self.held.calls[source.op].sources.values())
-        return sorted(ops)
-
-    def _memo_of(self, made: Made) -> int | Made:
-        return made if made in self.codes else made.op
-
-    def _done_with(self, made: Made) -> None:
-        if made in self.held.leaves:
-            return
-        memo = self._memo_of(made)
-        self.left[memo] -= 1
-        if not self.left[memo]:
-            self.memo.pop(memo, None)
-            self.left[memo] = self.uses[memo]  # for another backward of a retained graph
+            return self._value(made)
 
     def _value(self, made: Made) -> Tensor:
         leaf = self.held.leaves.get(made)
@@ -291,11 +250,31 @@ class Region:
             if leaf._version != self.versions[made]:
                 raise self.changed(f"a kept {tuple(leaf.shape)} tensor")
             return leaf
+        if made not in self.memo:
+            self._remember(made)
+        value = self.memo[made]
+        self.left[made] -= 1
+        if not self.left[made]:
+            del self.memo[made]
+            self.left[made] = self.reads[made]  # for another backward of a retained graph
+        return value
+
+    def _remember(self, made: Made) -> None:
         if made in self.codes:
-            if made not in self.memo:
-                self.memo[made] = [self.codes[made].decode()]
-            return self.memo[made][0]
-        return self.memo[made.op][made.place] if made.op in self.memo else self.make(made)
+            self.memo[made] = self.codes[made].decode()
+            return
+        ops: set[int] = set()
+        open_ = [made]
+        while open_:
+            wanted = open_.pop()
+            if wanted.op not in ops and wanted not in self.memo:
+                ops.add(wanted.op)
+                open_ += self.held.calls[wanted.op].step.follows
+        for op in sorted(ops):
+            again = self.held.calls[op]
+            if not again.unchanged():
+                raise self.changed(f"an input of {again.step.func}")
+            self.memo |= again.run(self._value)
 
     def drop(self) -> None:
         """Empty all slots."""
@@ -332,11 +311,21 @@ def _read(unpack: Callable[[Any], Tensor], slot: Slot) -> Tensor:
     return slot.read(unpack)
 
 
-def _again(template: Template, lossy: bool) -> dict[int, Made]:
-    return template.again | template.wide_again if lossy else template.again
+def _without_graph(tensor: Tensor) -> Tensor:
+    """An output that held itself would never die."""
+    return tensor if tensor.grad_fn is None else tensor.detach()
 
 
-def _kind(unit: Unit, arguments: Any, device: str) -> Any:
+def _owned(module: nn.Module) -> list[Tensor]:
+    """Its parameters and buffers. `nn.Module.parameters` takes ten times as long, of which a forward would notice."""
+    modules = [module]
+    for inner in modules:
+        modules += [child for child in inner._modules.values() if child is not None]
+    found = [t for inner in modules for t in (*inner._parameters.values(), *inner._buffers.values())]
+    return [tensor for tensor in found if tensor is not None]
+
+
+def _kind(unit: Unit, owned: list[Tensor], arguments: list[Any], device: str) -> Any:
     """Equal for forwards that run the same operations, as far as can be told beforehand."""
 
     def sign(leaf: Any) -> Any:
@@ -344,9 +333,9 @@ def _kind(unit: Unit, arguments: Any, device: str) -> Any:
             return leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad
         return leaf if isinstance(leaf, bool | int | float | str) else type(leaf)
 
-    inner = tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in unit.module.named_parameters())
+    inner = tuple((p.shape, p.dtype, p.requires_grad) for p in owned)
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return type(unit.module), unit.module.training, autocast, inner, tuple(map(sign, tree_leaves(arguments)))
+    return type(unit.module), unit.module.training, autocast, inner, tuple(map(sign, arguments))
 
 
 def _hooks_below() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
