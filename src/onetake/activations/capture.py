@@ -165,8 +165,7 @@ class Region:
 
         def note(tensor: Tensor) -> Slot:
             made = again.get(len(slots))
-            kept = None if made is not None else _without_graph(tensor)
-            slots.append(Slot(pack(tensor), self, tensor._version, kept, made))
+            slots.append(Slot(pack(tensor), self, tensor._version, tensor if made is None else None, made))
             return slots[-1]
 
         try:
@@ -203,7 +202,11 @@ class Region:
             self._keep(mode.held(found), found)
         elif isinstance(mode, Follower):
             self._keep(mode.held, mode.template)
-        kept = [*self.held.leaves.values(), *(slot.kept for slot in slots if slot.kept is not None)]
+        kept = [*self.held.leaves.values()]
+        for slot in slots:
+            if slot.kept is not None:
+                slot.kept = _without_graph(slot.kept)
+                kept.append(slot.kept)
         blocks = {block._cdata: block for block in (tensor.untyped_storage() for tensor in kept)}
         codes = sum(code.nbytes for code in self.codes.values())
         self.unit.captured = sum(block.nbytes() for key, block in blocks.items() if key not in self.free) + codes
@@ -241,18 +244,21 @@ class Region:
 
         After a backward of a part of the graph, reads of the next are miscounted: what was let go of too early is made once more.
         """
-        with torch.no_grad(), torch.autocast(self.device, enabled=False):
-            return self._value(made)
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(self.device):  # not as in most backwards
+            with torch.no_grad(), torch.autocast(self.device, enabled=False):
+                return self._value(made)
+        return self._value(made)
 
     def _value(self, made: Made) -> Tensor:
-        leaf = self.held.leaves.get(made)
-        if leaf is not None:
-            if leaf._version != self.versions[made]:
-                raise self.changed(f"a kept {tuple(leaf.shape)} tensor")
-            return leaf
-        if made not in self.memo:
+        value = self.memo.get(made)
+        if value is None:
+            leaf = self.held.leaves.get(made)
+            if leaf is not None:
+                if leaf._version != self.versions[made]:
+                    raise self.changed(f"a kept {tuple(leaf.shape)} tensor")
+                return leaf
             self._remember(made)
-        value = self.memo[made]
+            value = self.memo[made]
         self.left[made] -= 1
         if not self.left[made]:
             del self.memo[made]
@@ -263,6 +269,17 @@ class Region:
         if made in self.codes:
             self.memo[made] = self.codes[made].decode()
             return
+        for op in self._missing(made):
+            again = self.held.calls[op]
+            for tensor, version in again.beside:
+                if tensor._version != version:
+                    raise self.changed(f"an input of {again.step.func}")
+            outs = again.run(self._value)
+            for out in again.step.outs:
+                self.memo[out] = outs[out.place]
+
+    def _missing(self, made: Made) -> list[int]:
+        """The operations to run for it, in order."""
         ops: set[int] = set()
         open_ = [made]
         while open_:
@@ -270,11 +287,7 @@ class Region:
             if wanted.op not in ops and wanted not in self.memo:
                 ops.add(wanted.op)
                 open_ += self.held.calls[wanted.op].step.follows
-        for op in sorted(ops):
-            again = self.held.calls[op]
-            if not again.unchanged():
-                raise self.changed(f"an input of {again.step.func}")
-            self.memo |= again.run(self._value)
+        return sorted(ops)
 
     def drop(self) -> None:
         """Empty all slots."""

@@ -124,17 +124,12 @@ class Again(NamedTuple):
     step: Step
     args: list[Any]
     kwargs: dict[str, Any]
-    beside: list[Tensor]
-    versions: list[int]
+    beside: list[tuple[Tensor, int]]
 
-    def unchanged(self) -> bool:
-        return [tensor._version for tensor in self.beside] == self.versions
-
-    def run(self, value: Callable[[Made], Tensor]) -> dict[Made, Tensor]:
-        """Its outputs that anybody reads."""
+    def run(self, value: Callable[[Made], Tensor]) -> Sequence[Any]:
+        """Its outputs."""
         args, kwargs = _filled(self.step, self.args, self.kwargs, value)
-        outs = _outputs(self.step.func(*args, **kwargs))
-        return {made: outs[made.place] for made in self.step.outs}
+        return _outputs(self.step.func(*args, **kwargs))
 
 
 class Held:
@@ -151,13 +146,8 @@ class Held:
             self.leaves.update((made, outs[made.place]) for made in step.leaves)
         if step.again:
             held, named = _filled(step, args, kwargs, _gap)
-            beside = [
-                m
-                for a in (*held, *named.values())
-                for m in (a if isinstance(a, list) else (a,))
-                if isinstance(m, Tensor)
-            ]
-            self.calls[index] = Again(step, held, named, beside, [tensor._version for tensor in beside])
+            flat = [m for a in (*held, *named.values()) for m in (a if isinstance(a, list) else (a,))]
+            self.calls[index] = Again(step, held, named, [(m, m._version) for m in flat if isinstance(m, Tensor)])
 
 
 class Tracer(TorchDispatchMode):
@@ -225,7 +215,7 @@ def _filled(
 
 
 def _outputs(out: Any) -> Sequence[Any]:
-    return out if isinstance(out, tuple | list) else (out,)
+    return out if isinstance(out, (tuple, list)) else (out,)
 
 
 def storage_key(tensor: Tensor) -> int:
