@@ -93,7 +93,7 @@ class Capture:
         unit.forwards += 1
         unit.executed, unit.captured, unit.region = self.choose(unit, first), 0, None
         if self.probe is not None:
-            self.probe(unit, _kind(unit, _owned(unit.module), arguments, first.device.type), function, args)
+            self.probe(unit, _kind(unit, _named_tensors(unit.module), arguments, first.device.type), function, args)
         if unit.executed == Action.RECOMPUTE:
             forward = nullcontext()
         else:
@@ -142,11 +142,12 @@ class Region:
         self.unit = unit
         self.accepted = not (unit.executed == Action.COMPRESS and capture.ask_before_loss)
         self.device, self.shape = first.device.type, first.shape
-        owned = _owned(unit.module)
-        self.free = {storage_key(t) for t in (*owned, *arguments) if isinstance(t, Tensor)}
+        named = _named_tensors(unit.module)
+        tensors = [leaf for leaf in arguments if isinstance(leaf, Tensor)]
+        self.free = {storage_key(tensor) for tensor in (*(t for _, t in named), *tensors)}
         self.key = None
         if unit.executed != Action.STORE:
-            self.key = unit.executed, _kind(unit, owned, arguments, self.device)
+            self.key = unit.executed, _kind(unit, named, arguments, self.device)
         self.slots: list[weakref.ref[Slot]] = []
         self.held = Held()
         self.versions: dict[Made, int] = {}  # of leaves
@@ -212,17 +213,11 @@ class Region:
         self.unit.captured = sum(block.nbytes() for key, block in blocks.items() if key not in self.free) + codes
 
     def _template(self, mode: Tracer, saved: list[Tensor]) -> Template:
-        width = self.shape[-1]
-        weights = [p.shape for p in _owned(self.unit.module) if p.ndim == 2]
-        widths = {size for shape in weights for size in shape if size > width}
-        action = self.unit.executed
-        return template(
-            mode.calls,
-            saved,
-            action,
-            widths=widths if action == Action.COMPRESS else set(),
-            tokens=self.shape[:-1].numel(),
-        )
+        widths: set[int] = set()
+        if self.unit.executed == Action.COMPRESS:
+            weights = [tensor.shape for _, tensor in _named_tensors(self.unit.module) if tensor.ndim == 2]
+            widths = {size for shape in weights for size in shape if size > self.shape[-1]}
+        return template(mode.calls, saved, self.unit.executed, widths=widths, tokens=self.shape[:-1].numel())
 
     def _keep(self, held: Held, template: Template) -> None:
         """Leaves as codes or with their versions."""
@@ -329,24 +324,26 @@ def _without_graph(tensor: Tensor) -> Tensor:
     return tensor if tensor.grad_fn is None else tensor.detach()
 
 
-def _owned(module: nn.Module) -> list[Tensor]:
-    """Its parameters and buffers. `nn.Module.parameters` takes ten times as long, of which a forward would notice."""
-    modules = [module]
-    for inner in modules:
-        modules += [child for child in inner._modules.values() if child is not None]
-    found = [t for inner in modules for t in (*inner._parameters.values(), *inner._buffers.values())]
-    return [tensor for tensor in found if tensor is not None]
+def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Its parameters and buffers. Torch's own iterators take ten times as long, which every forward would pay."""
+    modules: list[tuple[str, nn.Module]] = [("", module)]
+    found: list[tuple[str, Tensor]] = []
+    for path, inner in modules:  # which grows meanwhile
+        modules += [(f"{path}.{name}", child) for name, child in inner._modules.items() if child is not None]
+        tensors = inner._parameters | inner._buffers
+        found += [(f"{path}.{name}", tensor) for name, tensor in tensors.items() if tensor is not None]
+    return found
 
 
-def _kind(unit: Unit, owned: list[Tensor], arguments: list[Any], device: str) -> Any:
+def _kind(unit: Unit, named: list[tuple[str, Tensor]], arguments: list[Any], device: str) -> Any:
     """Equal for forwards that run the same operations, as far as can be told beforehand."""
 
     def sign(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad
-        return leaf if isinstance(leaf, bool | int | float | str) else type(leaf)
+        return leaf if isinstance(leaf, (bool, int, float, str)) else type(leaf)
 
-    inner = tuple((p.shape, p.dtype, p.requires_grad) for p in owned)
+    inner = tuple((name, t.shape, t.dtype, t.requires_grad) for name, t in named)
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     return type(unit.module), unit.module.training, autocast, inner, tuple(map(sign, arguments))
 

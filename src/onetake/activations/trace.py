@@ -109,7 +109,7 @@ class Call:
 
     @property
     def arguments(self) -> dict[int | str, Any]:
-        return {**dict(enumerate(self.args)), **self.kwargs}
+        return dict(enumerate(self.args)) | self.kwargs
 
     def tensors(self) -> dict[Argument, Tensor]:
         single = {Argument(name): a for name, a in self.arguments.items() if isinstance(a, Tensor)}
