@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from onetake.activations.codecs import Fp8, encode
 from onetake.activations.plan import Action
-from onetake.activations.trace import Follower, Held, Made, Template, Tracer, storage_key, template
+from onetake.activations.trace import NOTHING, Follower, Held, Made, Template, Tracer, storage_key, template
 
 log = logging.getLogger(__name__)
 
@@ -149,12 +149,12 @@ class Region:
         if unit.executed != Action.STORE:
             self.key = unit.executed, _kind(unit, named, arguments, self.device)
         self.slots: list[weakref.ref[Slot]] = []
+        self.template = NOTHING
         self.held = Held()
         self.versions: dict[Made, int] = {}  # of leaves
         self.codes: dict[Made, Fp8] = {}  # of others
         self.memo: dict[Made, Tensor] = {}
-        self.reads: dict[Made, int] = {}  # how often a memo is read in one backward
-        self.left: dict[Made, int] = {}  # how often it will still be
+        self.left: dict[Made, int] = {}  # how often a memo will still be read
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -232,7 +232,7 @@ class Region:
                 del held.leaves[made]
         held.leaves = {made: _without_graph(leaf) for made, leaf in held.leaves.items()}
         self.versions = {made: leaf._version for made, leaf in held.leaves.items()}
-        self.held, self.reads, self.left = held, template.reads, template.reads.copy()
+        self.template, self.held, self.left = template, held, template.reads.copy()
 
     def make(self, made: Made) -> Tensor:
         """The tensor again. What others are made of, too, is remembered until the last of them was.
@@ -257,7 +257,7 @@ class Region:
         self.left[made] -= 1
         if not self.left[made]:
             del self.memo[made]
-            self.left[made] = self.reads[made]  # for another backward of a retained graph
+            self.left[made] = self.template.reads[made]  # for another backward of a retained graph
         return value
 
     def _remember(self, made: Made) -> None:
@@ -265,12 +265,12 @@ class Region:
             self.memo[made] = self.codes[made].decode()
             return
         for op in self._missing(made):
-            again = self.held.calls[op]
+            step, again = self.template.steps[op], self.held.calls[op]
             for tensor, version in again.beside:
                 if tensor._version != version:
-                    raise self.changed(f"an input of {again.step.func}")
-            outs = again.run(self._value)
-            for out in again.step.outs:
+                    raise self.changed(f"an input of {step.func}")
+            outs = again.run(step, self._value)
+            for out in step.outs:
                 self.memo[out] = outs[out.place]
 
     def _missing(self, made: Made) -> list[int]:
@@ -281,7 +281,7 @@ class Region:
             wanted = open_.pop()
             if wanted.op not in ops and wanted not in self.memo:
                 ops.add(wanted.op)
-                open_ += self.held.calls[wanted.op].step.follows
+                open_ += self.template.steps[wanted.op].follows
         return sorted(ops)
 
     def drop(self) -> None:

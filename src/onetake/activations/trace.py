@@ -98,6 +98,10 @@ class Template:
     reads: dict[Made, int]  # how often one backward reads what is made again
 
 
+NOTHING = Template(steps=(), saved=0, again={}, wide=frozenset(), reads={})
+"""H makes nothing again."""
+
+
 @dataclass(kw_only=True)
 class Call:
     """One recorded operation, its tensors alive."""
@@ -119,17 +123,19 @@ class Call:
 
 
 class Again(NamedTuple):
-    """An operation to run again: its arguments with gaps, and the tensors among them with their versions."""
+    """What it takes to run an operation again: its arguments with gaps, and the tensors among them with their versions.
 
-    step: Step
-    args: list[Any]
+    Tuples, since Python's garbage collector, which is run by how many containers there are, passes over tuples of plain values.
+    """
+
+    args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    beside: list[tuple[Tensor, int]]
+    beside: tuple[tuple[Tensor, int], ...]
 
-    def run(self, value: Callable[[Made], Tensor]) -> Sequence[Any]:
-        """Its outputs."""
-        args, kwargs = _filled(self.step, self.args, self.kwargs, value)
-        return _outputs(self.step.func(*args, **kwargs))
+    def run(self, step: Step, value: Callable[[Made], Tensor]) -> Sequence[Any]:
+        """The operation's outputs."""
+        args, kwargs = _filled(step, self.args, self.kwargs, value)
+        return _outputs(step.func(*args, **kwargs))
 
 
 class Held:
@@ -147,7 +153,8 @@ class Held:
         if step.again:
             held, named = _filled(step, args, kwargs, _gap)
             flat = [m for a in (*held, *named.values()) for m in (a if isinstance(a, list) else (a,))]
-            self.calls[index] = Again(step, held, named, [(m, m._version) for m in flat if isinstance(m, Tensor)])
+            beside = [(m, m._version) for m in flat if isinstance(m, Tensor)]
+            self.calls[index] = Again(tuple(held), named, tuple(beside))
 
 
 class Tracer(TorchDispatchMode):
