@@ -97,9 +97,9 @@ class Capture:
         if unit.executed == Action.RECOMPUTE:
             forward = nullcontext()
         else:
-            region = Region(self, unit, arguments, first)
+            region = Region(self, unit, first)
             unit.region = weakref.ref(region)
-            forward = region.forward()
+            forward = region.forward(arguments)
         return checkpoint(function, *args, use_reentrant=False, context_fn=lambda: (forward, unit.replaying()))
 
     def tell_once(self, message: str) -> None:
@@ -137,17 +137,11 @@ class Region:
     Held by its slots alone, and holds them weakly.
     """
 
-    def __init__(self, capture: Capture, unit: Unit, arguments: list[Any], first: Tensor) -> None:
+    def __init__(self, capture: Capture, unit: Unit, first: Tensor) -> None:
         self.capture = capture
         self.unit = unit
         self.accepted = not (unit.executed == Action.COMPRESS and capture.ask_before_loss)
         self.device, self.shape = first.device.type, first.shape
-        named = _named_tensors(unit.module)
-        tensors = [leaf for leaf in arguments if isinstance(leaf, Tensor)]
-        self.free = {storage_key(tensor) for tensor in (*(t for _, t in named), *tensors)}
-        self.key = None
-        if unit.executed != Action.STORE:
-            self.key = unit.executed, _kind(unit, named, arguments, self.device)
         self.slots: list[weakref.ref[Slot]] = []
         self.template = NOTHING
         self.held = Held()
@@ -157,11 +151,17 @@ class Region:
         self.left: dict[Made, int] = {}  # how often a memo will still be read
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
+    def forward(self, arguments: list[Any]) -> Iterator[None]:
         """Entered by checkpoint above its own hooks."""
         pack, unpack = _hooks_below()
         slots: list[Slot] = []
-        mode = self._mode()
+        named = _named_tensors(self.unit.module)
+        free = {storage_key(t) for t in (*(t for _, t in named), *arguments) if isinstance(t, Tensor)}
+        key = mode = None
+        if self.unit.executed != Action.STORE:
+            key = self.unit.executed, _kind(self.unit, named, arguments, self.device)
+            known = self.capture.templates.get(key)
+            mode = Tracer() if known is None else Follower(known)
         again = mode.template.again if isinstance(mode, Follower) else {}
 
         def note(tensor: Tensor) -> Slot:
@@ -177,15 +177,13 @@ class Region:
                 self._give_up()
             else:
                 with torch.no_grad():
-                    self._hold(mode, slots)
+                    if isinstance(mode, Tracer):
+                        self.capture.templates[key] = self._record(mode, slots)
+                    elif isinstance(mode, Follower):
+                        self._keep(mode.held, mode.template)
+                    self.unit.captured = self._settle(slots, free)
         finally:  # autograd holds on to `note`, and so to these, for as long as the graph lives
             slots.clear()
-
-    def _mode(self) -> Tracer | Follower | None:
-        if self.key is None:
-            return None
-        known = self.capture.templates.get(self.key)
-        return Tracer() if known is None else Follower(known)
 
     def _give_up(self) -> None:
         self.drop()
@@ -194,30 +192,17 @@ class Region:
             f"{self.unit.name} ran other operations than before on the same shapes; such forwards are recomputed (R)"
         )
 
-    def _hold(self, mode: Tracer | Follower | None, slots: list[Slot]) -> None:
-        if isinstance(mode, Tracer):
-            found = self._template(mode, [slot.kept for slot in slots if slot.kept is not None])
-            self.capture.templates[self.key] = found
-            for place, made in found.again.items():
-                slots[place].kept, slots[place].made = None, made
-            self._keep(mode.held(found), found)
-        elif isinstance(mode, Follower):
-            self._keep(mode.held, mode.template)
-        kept = [*self.held.leaves.values()]
-        for slot in slots:
-            if slot.kept is not None:
-                slot.kept = _without_graph(slot.kept)
-                kept.append(slot.kept)
-        blocks = {block._cdata: block for block in (tensor.untyped_storage() for tensor in kept)}
-        codes = sum(code.nbytes for code in self.codes.values())
-        self.unit.captured = sum(block.nbytes() for key, block in blocks.items() if key not in self.free) + codes
-
-    def _template(self, mode: Tracer, saved: list[Tensor]) -> Template:
+    def _record(self, mode: Tracer, slots: list[Slot]) -> Template:
         widths: set[int] = set()
         if self.unit.executed == Action.COMPRESS:
             weights = [tensor.shape for _, tensor in _named_tensors(self.unit.module) if tensor.ndim == 2]
             widths = {size for shape in weights for size in shape if size > self.shape[-1]}
-        return template(mode.calls, saved, self.unit.executed, widths=widths, tokens=self.shape[:-1].numel())
+        saved = [slot.kept for slot in slots if slot.kept is not None]
+        found = template(mode.calls, saved, self.unit.executed, widths=widths, tokens=self.shape[:-1].numel())
+        for place, made in found.again.items():
+            slots[place].kept, slots[place].made = None, made
+        self._keep(mode.held(found), found)
+        return found
 
     def _keep(self, held: Held, template: Template) -> None:
         """Leaves as codes or with their versions."""
@@ -233,6 +218,17 @@ class Region:
         held.leaves = {made: _without_graph(leaf) for made, leaf in held.leaves.items()}
         self.versions = {made: leaf._version for made, leaf in held.leaves.items()}
         self.template, self.held, self.left = template, held, template.reads.copy()
+
+    def _settle(self, slots: list[Slot], free: set[int]) -> int:
+        """Let what is kept not keep itself alive. How many bytes that is, beside blocks of memory that are free."""
+        kept = [*self.held.leaves.values()]
+        for slot in slots:
+            if slot.kept is not None:
+                slot.kept = _without_graph(slot.kept)
+                kept.append(slot.kept)
+        blocks = {block._cdata: block for block in (tensor.untyped_storage() for tensor in kept)}
+        codes = sum(code.nbytes for code in self.codes.values())
+        return sum(block.nbytes() for key, block in blocks.items() if key not in free) + codes
 
     def make(self, made: Made) -> Tensor:
         """The tensor again. What others are made of, too, is remembered until the last of them was.
@@ -321,7 +317,7 @@ def _read(unpack: Callable[[Any], Tensor], slot: Slot) -> Tensor:
 
 def _without_graph(tensor: Tensor) -> Tensor:
     """An output that held itself would never die."""
-    return tensor if tensor.grad_fn is None else tensor.detach()
+    return tensor if tensor.is_leaf else tensor.detach()  # not `grad_fn`, which would make an object of every node
 
 
 def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -330,8 +326,8 @@ def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     found: list[tuple[str, Tensor]] = []
     for path, inner in modules:  # which grows meanwhile
         modules += [(f"{path}.{name}", child) for name, child in inner._modules.items() if child is not None]
-        tensors = inner._parameters | inner._buffers
-        found += [(f"{path}.{name}", tensor) for name, tensor in tensors.items() if tensor is not None]
+        tensors = (*inner._parameters.items(), *inner._buffers.items())
+        found += [(f"{path}.{name}", tensor) for name, tensor in tensors if tensor is not None]
     return found
 
 
