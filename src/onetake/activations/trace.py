@@ -83,8 +83,8 @@ class Step:
     leaves: tuple[Made, ...] = ()  # outputs to hold
     again: bool = False  # whether it may run again; then:
     sources: tuple[tuple[Argument, Made], ...] = ()  # arguments that were made in the region, and by whom
-    follows: tuple[Made, ...] = ()  # of these, who is no leaf
-    outs: tuple[Made, ...] = ()  # outputs that anybody reads
+    follows: tuple[Made, ...] = ()  # those of them that are no leaves
+    outs: tuple[Made, ...] = ()  # outputs that anybody reads, leaves aside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,7 @@ class Call:
 class Again(NamedTuple):
     """What it takes to run an operation again: its arguments with gaps, and the tensors among them with their versions.
 
-    Tuples, since Python's garbage collector, which is run by how many containers there are, passes over tuples of plain values.
+    Tuples, since each container that waits for backward costs Python's garbage collector time, but those of plain values do not.
     """
 
     args: tuple[Any, ...]
