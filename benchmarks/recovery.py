@@ -154,7 +154,7 @@ def ours(
     recovery.attachment.capture.templates = templates
     if lossy is not None:
         names = [unit.name for unit in recovery.units]
-        lossy.sensitivity, lossy.expected, lossy.norm = dict.fromkeys(names, 1e-9), dict.fromkeys(names, 1.0), 1.0
+        lossy.sensitivity, lossy.expected, lossy.norms = dict.fromkeys(names, 1e-9), dict.fromkeys(names, 1.0), [1.0]
 
     def planned() -> None:
         with recovery.step():

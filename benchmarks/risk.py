@@ -167,7 +167,7 @@ class Study:
     def foretell(self, by: str, under: list[str], total: float) -> float:
         """Of the micro-batch that ran last, all blocks exact or not."""
         lossy, latest = self.known[by], self.known["gradient"]
-        lossy.norm = total
+        lossy.norms = [total]
         exposure = latest.exposure or 0.0
         signals = {
             "gradient": latest.signals,
@@ -206,7 +206,7 @@ class Study:
         outcome.errors.append(float((gradient(self.model, work) - exact).norm() / exact.norm()))
 
     def budgets(self) -> dict[str, Lossy]:
-        """Whose first update goes by what was typical of the calibration, and by the norm of the gradient before."""
+        """Whose first update goes by what was typical of the calibration, and by the norms of the gradients before."""
         linear = Lossy(TARGET, micro_batches=MICRO_BATCHES, by="coefficients", form="linear")
         made: dict[str, Lossy] = {
             "gradient": Lossy(TARGET, micro_batches=MICRO_BATCHES),
@@ -217,7 +217,7 @@ class Study:
         fixed.typical = self.typical
         for lossy in made.values():
             lossy.sensitivity = self.known[lossy.by].sensitivity
-            lossy.expected, lossy.norm = self.typical, self.norms[-1]
+            lossy.expected, lossy.norms = self.typical, self.norms[-2:]
         return made
 
 

@@ -92,7 +92,7 @@ def test_foretold_error_against_measured_error(tmp_path, by):
     for seed in range(100, 124):
         unit = recovery.units[seed % 4].name
         found = intervene(recovery, policy_gradient(recovery, seed), {unit: L})
-        lossy.norm = 1.0
+        lossy.norms = [1.0]
         ratios.append(lossy.risk(unit, found.signals[unit]) ** 0.5 / found.error)
     assert 0.8 < statistics.median(ratios) < 1.25
     assert max(ratios) < 2
@@ -200,7 +200,7 @@ def test_plans_expect_the_signals_of_the_latest_live_micro_batch(tmp_path):
     recovery = compressing(tmp_path / "p.json", 0.5, sensitivity=dict.fromkeys(names, 1.0))
     planned = []
     for scale in (1.0, 0.0, 1.0):
-        recovery.require_lossy().norm = 1e-6
+        recovery.require_lossy().norms = [1e-6]
         with recovery.step():
             policy_gradient(recovery, 1, scale)()
         assert recovery.plan is not None
@@ -264,7 +264,7 @@ def test_the_linear_form_adds_errors_and_so_accepts_fewer_units(tmp_path):
             policy_gradient(recovery, 1)()
         recovery.model.zero_grad()
         lossy.begin(recovery.model.parameters())
-        lossy.norm = lossy.expected["model.layers.0"]
+        lossy.norms = [lossy.expected["model.layers.0"]]
         lossy.sensitivity = {unit.name: 0.01 for unit in recovery.units}
         with recovery.step():
             policy_gradient(recovery, 1)()

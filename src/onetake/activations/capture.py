@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from onetake.activations.codecs import Fp8, encode
 from onetake.activations.plan import Action
-from onetake.activations.trace import Follower, Held, Made, Template, Tracer, storage_key, template
+from onetake.activations.trace import NOTHING, Follower, Held, Made, Template, Tracer, storage_key, template
 
 log = logging.getLogger(__name__)
 
@@ -81,18 +80,18 @@ class Capture:
             _refuse_compilation(unit.name)  # pyright: ignore[reportArgumentType]
         if not torch.is_grad_enabled():
             return function(*args)
-        arguments = (args, function.keywords if isinstance(function, partial) else {})
-        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        arguments = tree_leaves((args, function.keywords if isinstance(function, partial) else {}))
+        first = next(leaf for leaf in arguments if isinstance(leaf, Tensor))
         unit.forwards += 1
-        unit.executed, unit.captured, unit.region = self.choose(unit, tensors[0]), 0, None
+        unit.executed, unit.captured, unit.region = self.choose(unit, first), 0, None
         if self.probe is not None:
-            self.probe(unit, _kind(unit, arguments, tensors[0].device.type), function, args)
+            self.probe(unit, _kind(unit, _named_tensors(unit.module), arguments, first.device.type), function, args)
         if unit.executed == Action.RECOMPUTE:
             forward = nullcontext()
         else:
-            region = Region(self, unit, arguments, tensors)
+            region = Region(self, unit, first)
             unit.region = weakref.ref(region)
-            forward = region.forward()
+            forward = region.forward(arguments)
         output = checkpoint(function, *args, use_reentrant=False, context_fn=lambda: (forward, unit.replaying()))
         if self.weigh is not None:
             made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -101,11 +100,13 @@ class Capture:
 
     def _arrive(self, unit: Unit, reference: weakref.ref[Region] | None, gradient: Tensor) -> None:
         region = reference() if reference is not None else None
-        held = region is not None and region.lossy
         assert self.weigh is not None
-        accepted = self.weigh(unit, gradient, held)
-        if region is not None and held:
-            region.settle(accepted)
+        if region is None or not region.lossy:
+            self.weigh(unit, gradient, False)
+        elif self.weigh(unit, gradient, True):
+            region.accepted = True
+        else:
+            region.drop()
 
     def tell_once(self, message: str) -> None:
         if message not in self._told:
@@ -118,12 +119,12 @@ class Slot:
 
     __slots__ = ("__weakref__", "below", "kept", "made", "region", "version")
 
-    def __init__(self, below: Any, region: Region, version: int) -> None:
+    def __init__(self, below: Any, region: Region, version: int, kept: Tensor | None, made: Made | None) -> None:
         self.below = below
         self.region = region
         self.version = version
-        self.kept: Tensor | None = None
-        self.made: Made | None = None
+        self.kept = kept
+        self.made = made
 
     def read(self, unpack: Callable[[Any], Tensor]) -> Tensor:
         if self.kept is not None:
@@ -141,170 +142,151 @@ class Region:
     Held by its slots alone, and holds them weakly.
     """
 
-    def __init__(self, capture: Capture, unit: Unit, arguments: Any, tensors: list[Tensor]) -> None:
+    def __init__(self, capture: Capture, unit: Unit, first: Tensor) -> None:
         self.capture = capture
         self.unit = unit
         self.lossy = unit.executed == Action.COMPRESS
         self.accepted = not (self.lossy and capture.weigh is not None)
-        owned = [*unit.module.parameters(), *unit.module.buffers()]
-        self.free = {storage_key(tensor) for tensor in (*owned, *tensors)}
-        self.tokens, width = tensors[0].numel() // tensors[0].shape[-1], tensors[0].shape[-1]
-        self.widths = {size for p in owned if p.ndim == 2 for size in p.shape if size > width}
-        self.action = Action.ELEMENTWISE if self.lossy else unit.executed
-        self.key = None
-        if self.action != Action.STORE:
-            self.key = self.action, _kind(unit, arguments, tensors[0].device.type)
-        self.device = tensors[0].device.type
+        self.device, self.shape = first.device.type, first.shape
         self.slots: list[weakref.ref[Slot]] = []
+        self.template = NOTHING
         self.held = Held()
-        self.versions: dict[Made, int] = {}
-        self.codes: dict[Made, Fp8] = {}
-        self.memo: dict[int | Made, list[Any]] = {}  # by operation, or by leaf that was decoded
-        self.uses: Counter[int | Made] = Counter()  # how often a memo is read in one backward
-        self.left: Counter[int | Made] = Counter()  # how often it will still be
+        self.versions: dict[Made, int] = {}  # of leaves
+        self.codes: dict[Made, Fp8] = {}  # of others
+        self.memo: dict[Made, Tensor] = {}
+        self.left: dict[Made, int] = {}  # how often a memo will still be read
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
+    def forward(self, arguments: list[Any]) -> Iterator[None]:
         """Entered by checkpoint above its own hooks."""
         pack, unpack = _hooks_below()
         slots: list[Slot] = []
-        tensors: list[Tensor | None] = []
-        mode = self._mode()
-        lazily = _again(mode.template, self.lossy) if isinstance(mode, Follower) else {}
+        named = _named_tensors(self.unit.module)
+        free = {storage_key(t) for t in (*(t for _, t in named), *arguments) if isinstance(t, Tensor)}
+        key = mode = None
+        if self.unit.executed != Action.STORE:
+            key = self.unit.executed, _kind(self.unit, named, arguments, self.device)
+            known = self.capture.templates.get(key)
+            mode = Tracer() if known is None else Follower(known)
+        again = mode.template.again if isinstance(mode, Follower) else {}
 
         def note(tensor: Tensor) -> Slot:
-            tensors.append(None if len(slots) in lazily else tensor)
-            slots.append(Slot(pack(tensor), self, tensor._version))
+            made = again.get(len(slots))
+            slots.append(Slot(pack(tensor), self, tensor._version, tensor if made is None else None, made))
             return slots[-1]
 
         try:
             with torch.autograd.graph.saved_tensors_hooks(note, partial(_read, unpack)), mode or nullcontext():
                 yield
             self.slots = [weakref.ref(slot) for slot in slots]
-            with torch.no_grad():
-                self._fill(mode, slots, tensors)
+            if isinstance(mode, Follower) and not (mode.arrived() and len(slots) == mode.template.saved):
+                self._give_up()
+            else:
+                with torch.no_grad():
+                    if isinstance(mode, Tracer):
+                        self.capture.templates[key] = self._record(mode, slots)
+                    elif isinstance(mode, Follower):
+                        self._keep(mode.held, mode.template)
+                    self.unit.captured = self._settle(slots, free)
         finally:  # autograd holds on to `note`, and so to these, for as long as the graph lives
             slots.clear()
-            tensors.clear()
 
-    def _mode(self) -> Tracer | Follower | None:
-        if self.key is None:
-            return None
-        known = self.capture.templates.get(self.key)
-        return Tracer() if known is None else Follower(known)
+    def _give_up(self) -> None:
+        self.drop()
+        self.capture.tell_once(
+            f"{self.unit.name} ran other operations than before on the same shapes; such forwards are recomputed (R)"
+        )
 
-    def _fill(self, mode: Tracer | Follower | None, slots: list[Slot], tensors: list[Tensor | None]) -> None:
-        again: dict[int, Made] = {}
-        if isinstance(mode, Tracer):
-            saved = [tensor for tensor in tensors if tensor is not None]
-            found = template(mode.calls, saved, self.action, widths=self.widths, tokens=self.tokens)
-            self.capture.templates[self.key] = found
-            self.held = mode.held(found)
-            again = _again(found, self.lossy)
-        elif isinstance(mode, Follower):
-            if mode.strayed or mode.count != len(mode.template.funcs) or len(slots) != mode.template.saved:
-                self.unit.executed = Action.RECOMPUTE
-                self.capture.tell_once(
-                    f"{self.unit.name} ran other operations than before on the same shapes; such forwards are recomputed (R)"
-                )
-                return
-            self.held = mode.held
-            again = _again(mode.template, self.lossy)
-        self._keep_leaves()
-        storages = {storage_key(leaf): leaf.untyped_storage().nbytes() for leaf in self.held.leaves.values()}
-        for place, (slot, tensor) in enumerate(zip(slots, tensors, strict=True)):
-            if place in again:
-                slot.made = again[place]
-            else:
-                assert tensor is not None
-                slot.kept = (
-                    tensor if tensor.grad_fn is None else tensor.detach()
-                )  # an output holding itself would never die
-                storages[storage_key(tensor)] = tensor.untyped_storage().nbytes()
-        read = [*again.values(), *(made for call in self.held.calls.values() for made in call.sources.values())]
-        self.uses = Counter(self._memo_of(made) for made in read if made not in self.held.leaves)
-        self.left = self.uses.copy()
-        codes = sum(code.nbytes for code in self.codes.values())
-        self.unit.captured = sum(size for key, size in storages.items() if key not in self.free) + codes
+    def _record(self, mode: Tracer, slots: list[Slot]) -> Template:
+        widths: set[int] = set()
+        if self.unit.executed == Action.COMPRESS:
+            weights = [tensor.shape for _, tensor in _named_tensors(self.unit.module) if tensor.ndim == 2]
+            widths = {size for shape in weights for size in shape if size > self.shape[-1]}
+        saved = [slot.kept for slot in slots if slot.kept is not None]
+        found = template(mode.calls, saved, self.unit.executed, widths=widths, tokens=self.shape[:-1].numel())
+        for place, made in found.again.items():
+            slots[place].kept, slots[place].made = None, made
+        self._keep(mode.held(found), found)
+        return found
 
-    def _keep_leaves(self) -> None:
-        wide = self.capture.templates[self.key].wide if self.lossy else frozenset()
-        for made, leaf in self.held.leaves.items():
-            code = encode(leaf) if made in wide else None
-            if made in wide and code is None:
+    def _keep(self, held: Held, template: Template) -> None:
+        """Leaves as codes or with their versions."""
+        for made in template.wide & held.leaves.keys():
+            code = encode(held.leaves[made])
+            if code is None:
                 self.capture.tell_once(
                     f"{self.unit.name} made values that are not finite; such tensors are kept as they are"
                 )
-            if code is not None:
-                self.codes[made] = code
             else:
-                self.held.leaves[made] = leaf.detach()
-                self.versions[made] = leaf._version
-        for made in self.codes:
-            del self.held.leaves[made]
+                self.codes[made] = code
+                del held.leaves[made]
+        held.leaves = {made: _without_graph(leaf) for made, leaf in held.leaves.items()}
+        self.versions = {made: leaf._version for made, leaf in held.leaves.items()}
+        self.template, self.held, self.left = template, held, template.reads.copy()
+
+    def _settle(self, slots: list[Slot], free: set[int]) -> int:
+        """Let what is kept not keep itself alive. How many bytes that is, beside blocks of memory that are free."""
+        kept = [*self.held.leaves.values()]
+        for slot in slots:
+            if slot.kept is not None:
+                slot.kept = _without_graph(slot.kept)
+                kept.append(slot.kept)
+        blocks = {block._cdata: block for block in (tensor.untyped_storage() for tensor in kept)}
+        codes = sum(code.nbytes for code in self.codes.values())
+        return sum(block.nbytes() for key, block in blocks.items() if key not in free) + codes
 
     def make(self, made: Made) -> Tensor:
         """The tensor again. What others are made of, too, is remembered until the last of them was.
 
         After a backward of a part of the graph, reads of the next are miscounted: what was let go of too early is made once more.
         """
-        with torch.no_grad(), torch.autocast(self.device, enabled=False):
-            for op in self._missing(made):
-                again = self.held.calls[op]
-                if not again.unchanged():
-                    raise self.changed(f"an input of {again.func}")
-                self.memo[op] = again.run(self._value)
-                for source in again.sources.values():
-                    self._done_with(source)
-            value = self._value(made)
-        self._done_with(made)
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(self.device):  # not as in most backwards
+            with torch.no_grad(), torch.autocast(self.device, enabled=False):
+                return self._value(made)
+        return self._value(made)
+
+    def _value(self, made: Made) -> Tensor:
+        value = self.memo.get(made)
+        if value is None:
+            leaf = self.held.leaves.get(made)
+            if leaf is not None:
+                if leaf._version != self.versions[made]:
+                    raise self.changed(f"a kept {tuple(leaf.shape)} tensor")
+                return leaf
+            self._remember(made)
+            value = self.memo[made]
+        self.left[made] -= 1
+        if not self.left[made]:
+            del self.memo[made]
+            self.left[made] = self.template.reads[made]  # for another backward of a retained graph
         return value
+
+    def _remember(self, made: Made) -> None:
+        if made in self.codes:
+            self.memo[made] = self.codes[made].decode()
+            return
+        for op in self._missing(made):
+            step, again = self.template.steps[op], self.held.calls[op]
+            for tensor, version in again.beside:
+                if tensor._version != version:
+                    raise self.changed(f"an input of {step.func}")
+            outs = again.run(step, self._value)
+            for out in step.outs:
+                self.memo[out] = outs[out.place]
 
     def _missing(self, made: Made) -> list[int]:
         """The operations to run for it, in order."""
         ops: set[int] = set()
         open_ = [made]
         while open_:
-            source = open_.pop()
-            if (
-                source not in self.held.leaves
-                and source not in self.codes
-                and source.op not in self.memo
-                and source.op not in ops
-            ):
-                ops.add(source.op)
-                open_.extend(self.held.calls[source.op].sources.values())
+            wanted = open_.pop()
+            if wanted.op not in ops and wanted not in self.memo:
+                ops.add(wanted.op)
+                open_ += self.template.steps[wanted.op].follows
         return sorted(ops)
 
-    def _memo_of(self, made: Made) -> int | Made:
-        return made if made in self.codes else made.op
-
-    def _done_with(self, made: Made) -> None:
-        if made in self.held.leaves:
-            return
-        memo = self._memo_of(made)
-        self.left[memo] -= 1
-        if not self.left[memo]:
-            self.memo.pop(memo, None)
-            self.left[memo] = self.uses[memo]  # for another backward of a retained graph
-
-    def _value(self, made: Made) -> Tensor:
-        leaf = self.held.leaves.get(made)
-        if leaf is not None:
-            if leaf._version != self.versions[made]:
-                raise self.changed(f"a kept {tuple(leaf.shape)} tensor")
-            return leaf
-        if made in self.codes:
-            if made not in self.memo:
-                self.memo[made] = [self.codes[made].decode()]
-            return self.memo[made][0]
-        return self.memo[made.op][made.place] if made.op in self.memo else self.make(made)
-
-    def settle(self, accepted: bool) -> None:
-        """Let backward read what was compressed, or free all that was kept, so that it replays the unit."""
-        self.accepted = accepted
-        if accepted:
-            return
+    def drop(self) -> None:
+        """Free all that was kept: backward replays the unit."""
         self.unit.executed, self.unit.captured = Action.RECOMPUTE, 0
         for reference in self.slots:
             slot = reference()
@@ -332,21 +314,33 @@ def _read(unpack: Callable[[Any], Tensor], slot: Slot) -> Tensor:
     return slot.read(unpack)
 
 
-def _again(template: Template, lossy: bool) -> dict[int, Made]:
-    return template.again | template.wide_again if lossy else template.again
+def _without_graph(tensor: Tensor) -> Tensor:
+    """An output that held itself would never die."""
+    return tensor if tensor.is_leaf else tensor.detach()  # not `grad_fn`, which would make an object of every node
 
 
-def _kind(unit: Unit, arguments: Any, device: str) -> Any:
+def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Its parameters and buffers. Torch's own iterators take ten times as long, which every forward would pay."""
+    modules: list[tuple[str, nn.Module]] = [("", module)]
+    found: list[tuple[str, Tensor]] = []
+    for path, inner in modules:  # which grows meanwhile
+        modules += [(f"{path}.{name}", child) for name, child in inner._modules.items() if child is not None]
+        tensors = (*inner._parameters.items(), *inner._buffers.items())
+        found += [(f"{path}.{name}", tensor) for name, tensor in tensors if tensor is not None]
+    return found
+
+
+def _kind(unit: Unit, named: list[tuple[str, Tensor]], arguments: list[Any], device: str) -> Any:
     """Equal for forwards that run the same operations, as far as can be told beforehand."""
 
     def sign(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad
-        return leaf if isinstance(leaf, bool | int | float | str) else type(leaf)
+        return leaf if isinstance(leaf, (bool, int, float, str)) else type(leaf)
 
-    inner = tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in unit.module.named_parameters())
+    inner = tuple((name, t.shape, t.dtype, t.requires_grad) for name, t in named)
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return type(unit.module), unit.module.training, autocast, inner, tuple(map(sign, tree_leaves(arguments)))
+    return type(unit.module), unit.module.training, autocast, inner, tuple(map(sign, arguments))
 
 
 def _hooks_below() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:

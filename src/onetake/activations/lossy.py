@@ -53,14 +53,14 @@ class Lossy:
         self.signals: dict[str, float] = {}  # of the current or latest micro-batch, by unit that backward has reached
         self.expected: dict[str, float] = {}  # signals of the latest micro-batch that had a gradient
         self.exposure: float | None = None  # of the current or latest micro-batch, if its log-probs were watched
-        self.norm: float | None = None  # of the latest complete update's gradient
+        self.norms: list[float] = []  # of the gradients of the two latest complete updates
         self.spent = 0.0  # risk accepted in the latest micro-batch
         self._partial: float | None = None  # norm of what the current update has accumulated
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
         """Before a micro-batch: if gradients were cleared, the update before it is complete."""
         if self._partial and all(p.grad is None or not p.grad.any() for p in parameters):  # 0 after dead groups only
-            self.norm, self._partial = self._partial, None
+            self.norms, self._partial = [*self.norms[-1:], self._partial], None
         self.forget()
 
     def forget(self) -> None:
@@ -77,14 +77,18 @@ class Lossy:
         return [replace(unit, options=tuple(self._with_risk(unit.name, unit.options))) for unit in units]
 
     def _with_risk(self, name: str, options: Iterable[Option]) -> list[Option]:
-        known = name in self.sensitivity and name in self.expected and self.norm is not None
+        known = name in self.sensitivity and name in self.expected and bool(self.norms)
         risk = self.risk(name, self.expected[name]) if known else 0.0
         lossy = [replace(o, risk=risk) for o in options if o.action == Action.COMPRESS and known]
         return [*(o for o in options if o.action != Action.COMPRESS), *lossy]
 
     def risk(self, name: str, signal: float) -> float:
-        """Relative error that L on this unit is expected to add to the update's gradient; its square, unless `form` is linear."""
-        return (self.sensitivity[name] * signal / self.norm) ** self._power if self.norm else math.inf
+        """Relative error that L on this unit is expected to add to the update's gradient; its square, unless `form` is linear.
+
+        The update's own norm is not known yet. The smaller of the two before stands for it: where it turns out smaller still, the
+        error is larger than foretold, and with the latest alone that was so in half of all updates.
+        """
+        return (self.sensitivity[name] * signal / min(self.norms)) ** self._power if self.norms else math.inf
 
     @property
     def error(self) -> float:

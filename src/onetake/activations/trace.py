@@ -12,8 +12,9 @@ The first forward of a shape is recorded in full (`Tracer`) and holds the unit's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -60,12 +61,8 @@ DETACH = aten.detach.default
 """Not recorded: autograd detaches a result or not depending on who else holds it, which recording changes."""
 
 
-Arguments = dict[int | str, Any]
-"""Of an operation, by place or name; lists are copies."""
-
-
 class Argument(NamedTuple):
-    """One of an operation, or a member of one that is a list."""
+    """One of an operation, by place or name, or a member of one that is a list."""
 
     name: int | str
     member: int | None = None
@@ -78,18 +75,31 @@ class Made(NamedTuple):
     place: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One operation of a template, and what of it a region holds: outputs, and what it takes to run it again."""
+
+    func: OpOverload
+    leaves: tuple[Made, ...] = ()  # outputs to hold
+    again: bool = False  # whether it may run again; then:
+    sources: tuple[tuple[Argument, Made], ...] = ()  # arguments that were made in the region, and by whom
+    follows: tuple[Made, ...] = ()  # those of them that are no leaves
+    outs: tuple[Made, ...] = ()  # outputs that anybody reads, leaves aside
+
+
 @dataclass(frozen=True, kw_only=True)
 class Template:
-    """What E and L, or A, or P keep of a region of this shape."""
+    """What E, L, A or P keep of a region of this shape."""
 
-    funcs: tuple[OpOverload, ...]  # what runs, in order
+    steps: tuple[Step, ...]  # what runs, in order
     saved: int  # how many tensors autograd saves
     again: dict[int, Made]  # by place among the saved tensors: who makes it again; the others are kept
-    wide_again: dict[int, Made]  # the same for kept tensors that are views of wide leaves
-    leaves: dict[int, tuple[int, ...]]  # op → places of the outputs to hold
     wide: frozenset[Made]  # leaves wider than the residual stream, which L may compress
-    sources: dict[int, dict[Argument, Made]]  # op to run again → argument → who made it
-    bytes: int  # kept, beyond the region's inputs and parameters
+    reads: dict[Made, int]  # how often one backward reads what is made again
+
+
+NOTHING = Template(steps=(), saved=0, again={}, wide=frozenset(), reads={})
+"""H makes nothing again."""
 
 
 @dataclass(kw_only=True)
@@ -97,14 +107,54 @@ class Call:
     """One recorded operation, its tensors alive."""
 
     func: OpOverload
-    arguments: Arguments
-    outs: list[Any]
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    outs: Sequence[Any]
+
+    @property
+    def arguments(self) -> dict[int | str, Any]:
+        return dict(enumerate(self.args)) | self.kwargs
 
     def tensors(self) -> dict[Argument, Tensor]:
         single = {Argument(name): a for name, a in self.arguments.items() if isinstance(a, Tensor)}
         lists = [(name, a) for name, a in self.arguments.items() if isinstance(a, list)]
         members = {Argument(name, i): m for name, a in lists for i, m in enumerate(a) if isinstance(m, Tensor)}
         return single | members
+
+
+class Again(NamedTuple):
+    """What it takes to run an operation again: its arguments with gaps, and the tensors among them with their versions.
+
+    Tuples, since each container that waits for backward costs Python's garbage collector time, but those of plain values do not.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    beside: tuple[tuple[Tensor, int], ...]
+
+    def run(self, step: Step, value: Callable[[Made], Tensor]) -> Sequence[Any]:
+        """The operation's outputs."""
+        args, kwargs = _filled(step, self.args, self.kwargs, value)
+        return _outputs(step.func(*args, **kwargs))
+
+
+class Held:
+    """What a region holds to make tensors again: leaves, and operations to run by their place."""
+
+    def __init__(self) -> None:
+        self.leaves: dict[Made, Tensor] = {}
+        self.calls: dict[int, Again] = {}
+
+    def take(self, index: int, step: Step, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
+        """Hold of operation `index` what the template names."""
+        if step.leaves:
+            outs = _outputs(out)
+            self.leaves.update((made, outs[made.place]) for made in step.leaves)
+        if step.again:
+            held, named = _filled(step, args, kwargs, _gap)
+            flat = [m for a in (*held, *named.values()) for m in (a if isinstance(a, list) else (a,))]
+            beside = [(m, m._version) for m in flat if isinstance(m, Tensor)]
+            self.calls[index] = Again(tuple(held), named, tuple(beside))
 
 
 class Tracer(TorchDispatchMode):
@@ -116,58 +166,15 @@ class Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func is DETACH:
-            return out
-        self.calls.append(
-            Call(func=func, arguments=_copied((*enumerate(args), *(kwargs or {}).items())), outs=_outputs(out))
-        )
+        if func is not DETACH:
+            self.calls.append(Call(func=func, args=args, kwargs=kwargs or {}, outs=_outputs(out)))
         return out
 
     def held(self, template: Template) -> Held:
         held = Held()
-        for index, call in enumerate(self.calls):
-            held.take(template, index, call.func, call.arguments, call.outs)
+        for index, (step, call) in enumerate(zip(template.steps, self.calls, strict=True)):
+            held.take(index, step, call.args, call.kwargs, call.outs)
         return held
-
-
-class Again(NamedTuple):
-    """An operation to run again: its arguments with gaps, what fills the gaps, and the other tensors with their versions."""
-
-    func: OpOverload
-    arguments: Arguments
-    sources: dict[Argument, Made]
-    versions: list[tuple[Tensor, int]]
-
-    def unchanged(self) -> bool:
-        return all(tensor._version == version for tensor, version in self.versions)
-
-    def run(self, fill: Callable[[Made], Tensor]) -> list[Any]:
-        """Its outputs."""
-        filled = _copied(self.arguments.items())
-        _put(filled, {argument: fill(made) for argument, made in self.sources.items()})
-        args = [value for name, value in filled.items() if isinstance(name, int)]
-        kwargs = {name: value for name, value in filled.items() if isinstance(name, str)}
-        return _outputs(self.func(*args, **kwargs))
-
-
-@dataclass(kw_only=True)
-class Held:
-    """What a region holds to make tensors again: leaves, and the arguments of the operations to run."""
-
-    leaves: dict[Made, Tensor] = field(default_factory=dict)
-    calls: dict[int, Again] = field(default_factory=dict)
-
-    def take(self, template: Template, index: int, func: OpOverload, arguments: Arguments, outs: list[Any]) -> None:
-        """Hold of operation `index` what the template names: outputs, and `arguments`, less what is recomputed."""
-        for place in template.leaves.get(index, ()):
-            self.leaves[Made(index, place)] = outs[place]
-        sources = template.sources.get(index)
-        if sources is not None:
-            _put(arguments, dict.fromkeys(sources))
-            beside = [
-                m for a in arguments.values() for m in (a if isinstance(a, list) else [a]) if isinstance(m, Tensor)
-            ]
-            self.calls[index] = Again(func, arguments, sources, [(tensor, tensor._version) for tensor in beside])
 
 
 class Follower(TorchDispatchMode):
@@ -177,36 +184,45 @@ class Follower(TorchDispatchMode):
         super().__init__()
         self.template = template
         self.held = Held()
-        self.count = 0
         self.strayed = False
+        self._coming = enumerate(template.steps)
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func is DETACH:
-            return out
-        index, self.count = self.count, self.count + 1
-        if index >= len(self.template.funcs) or self.template.funcs[index] is not func:
-            self.strayed = True
-        if not self.strayed and (index in self.template.leaves or index in self.template.sources):
-            arguments = _copied((*enumerate(args), *(kwargs or {}).items()))
-            self.held.take(self.template, index, func, arguments, _outputs(out))
+        if func is not DETACH and not self.strayed:
+            index, step = next(self._coming, (0, None))
+            if step is None or step.func is not func:
+                self.strayed = True
+            elif step.again or step.leaves:
+                self.held.take(index, step, args, kwargs or {}, out)
         return out
 
+    def arrived(self) -> bool:
+        """Whether these were all of the template's operations. To be asked once, at the end."""
+        return not self.strayed and next(self._coming, None) is None
 
-def _copied(arguments: Iterable[tuple[int | str, Any]]) -> Arguments:
-    return {name: [*a] if isinstance(a, tuple | list) else a for name, a in arguments}
+
+def _gap(made: Made) -> None:
+    return None
 
 
-def _put(arguments: Arguments, values: dict[Argument, Any]) -> None:
-    for (name, member), value in values.items():
+def _filled(
+    step: Step, args: Sequence[Any], kwargs: dict[str, Any], value: Callable[[Made], Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Copies of an operation's arguments with these values where they are made in the region."""
+    args, kwargs = [*args], {**kwargs}
+    for (name, member), made in step.sources:
+        into: Any = args if isinstance(name, int) else kwargs
         if member is None:
-            arguments[name] = value
+            into[name] = value(made)
         else:
-            arguments[name][member] = value
+            into[name] = [*into[name]]
+            into[name][member] = value(made)
+    return args, kwargs
 
 
-def _outputs(out: Any) -> list[Any]:
-    return [*out] if isinstance(out, tuple | list) else [out]
+def _outputs(out: Any) -> Sequence[Any]:
+    return out if isinstance(out, (tuple, list)) else (out,)
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -274,9 +290,9 @@ class _Graph:
 
 
 def template(calls: list[Call], saved: list[Tensor], action: Action, *, widths: Iterable[int], tokens: int) -> Template:
-    """The template of a recorded region that saved these tensors, for E, A or P.
+    """The template of a recorded region that saved these tensors, for E, L, A or P.
 
-    A leaf is wide if its rows are as long as one of `widths` and it has a row per token.
+    A leaf is wide if its rows are as long as one of `widths`, which only L has, and it has a row per token.
     """
     graph = _Graph(calls, action)
     origin: dict[int, Made] = {}  # place among the saved tensors → maker
@@ -296,21 +312,30 @@ def template(calls: list[Call], saved: list[Tensor], action: Action, *, widths: 
         for node, key in ((node, storage_key(graph.tensor(graph.maker[node]))) for node in kept - unknown)
         if key not in graph.written and _is_wide(graph.tensor(graph.maker[node]), widths, tokens)
     }
-    again = {place: made for place, made in origin.items() if node_of[place] not in kept}
-    wide_again = {place: made for place, made in origin.items() if graph.maker[node_of[place]] in wide}
-    ops, starts = graph.needed([*again.values(), *wide_again.values()], kept)
-    leaves: dict[int, set[int]] = {}
-    for leaf in starts:
-        leaves.setdefault(leaf.op, set()).add(leaf.place)
+    again = {
+        place: made
+        for place, made in origin.items()
+        if node_of[place] not in kept or graph.maker[node_of[place]] in wide
+    }
+    ops, leaves = graph.needed(again.values(), kept)
+    sources = {op: graph.inputs(op) for op in ops}
+    reads = Counter([*again.values(), *(made for op in ops for made in sources[op].values())])
     return Template(
-        funcs=tuple(call.func for call in calls),
+        steps=tuple(
+            Step(
+                func=call.func,
+                leaves=tuple(made for made in leaves if made.op == op),
+                again=op in ops,
+                sources=tuple(sources.get(op, {}).items()),
+                follows=tuple(made for made in sources.get(op, {}).values() if made not in leaves),
+                outs=tuple(made for made in reads if made.op == op and made not in leaves),
+            )
+            for op, call in enumerate(calls)
+        ),
         saved=len(saved),
         again=again,
-        wide_again=wide_again,
-        leaves={op: tuple(sorted(places)) for op, places in leaves.items()},
         wide=frozenset(wide),
-        sources={op: graph.inputs(op) for op in ops},
-        bytes=sum(graph.sizes[node] for node in kept | unknown),
+        reads=dict(reads),
     )
 
 
@@ -326,7 +351,7 @@ def _runs_again(call: Call, action: Action) -> bool:
         return not _argument(call, "dropout_p")
     if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
         return False
-    if action != Action.ELEMENTWISE and func.overloadpacket in PRODUCTS:
+    if action in (Action.ATTENTION, Action.PRUNE) and func.overloadpacket in PRODUCTS:
         return True
     cheap = func.is_view or {torch.Tag.pointwise, torch.Tag.reduction} & set(func.tags)
     return bool(cheap) or func.overloadpacket in CHEAP

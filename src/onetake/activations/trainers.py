@@ -124,7 +124,7 @@ def _calibrate(recovery: Steps, lossy: Lossy, trainer: Any) -> None:
 
     def training_step(model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         loss = step(model, *args, **kwargs)
-        if not (calibration.done or recovery.skipped or lossy.norm is None):
+        if not (calibration.done or recovery.skipped or not lossy.norms):
             with model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext():
                 calibration.add(again)
         latest.clear()
