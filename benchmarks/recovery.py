@@ -45,7 +45,7 @@ from onetake.language.recipe import LanguagePolicy
 from onetake.memory import PeakMemory
 
 CHUNK = 256  # tokens whose logits exist at once
-BUDGETS = ("1.00x", "1.05x", "1.10x", "1.25x", "1.50x", "2.00x", "3.00x")
+BUDGETS = ("1.00x", "1.05x", "1.10x", "1.25x", "1.50x", "2.00x", "2.50x", "3.00x")
 HILORE = (Action.STORE, Action.COMPRESS, Action.RECOMPUTE)
 BASE = "full checkpointing"
 Figures = dict[str, Any]
