@@ -94,8 +94,9 @@ class Capture:
             forward = region.forward(arguments)
         output = checkpoint(function, *args, use_reentrant=False, context_fn=lambda: (forward, unit.replaying()))
         if self.weigh is not None:
-            made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-            register_multi_grad_hook(made, partial(self._arrive, unit, unit.region), mode="any")
+            leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            streams = [leaf for leaf in leaves if leaf.ndim > 1]  # no losses of the block's own
+            register_multi_grad_hook(streams, partial(self._arrive, unit, unit.region), mode="any")
         return output
 
     def _arrive(self, unit: Unit, reference: weakref.ref[Region] | None, gradient: Tensor) -> None:

@@ -86,7 +86,7 @@ class Lossy:
         """Relative error that L on this unit is expected to add to the update's gradient; its square, unless `form` is linear.
 
         The update's own norm is not known yet. The smaller of the two before stands for it: where it turns out smaller still, the
-        error is larger than foretold, and with the latest alone that was so in half of all updates.
+        error is larger than foretold; after the latest alone it would do so every other time.
         """
         return (self.sensitivity[name] * signal / min(self.norms)) ** self._power if self.norms else math.inf
 
