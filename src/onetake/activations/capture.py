@@ -58,6 +58,9 @@ Choose = Callable[[Unit, Tensor], Action]
 
 Templates = dict[Any, Template]
 """What was recorded, by action, kind of unit and shape."""
+_private: Any = getattr(torch._C, "_autograd")  # noqa: B009  pyright does not know it
+_top_hooks: Callable[[bool], Any] | None = getattr(_private, "_top_saved_tensors_default_hooks", None)
+"""The package's one use of torch's private interface for hooks."""
 
 
 Weigh = Callable[[Unit, Tensor, bool], bool]
@@ -345,19 +348,11 @@ def _kind(unit: Unit, named: list[tuple[str, Tensor]], arguments: list[Any], dev
 
 
 def _hooks_below() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-    """Checkpoint's own pack and unpack. This is the package's one call of torch's private interface for hooks."""
-    private: Any = torch._C
-    try:
-        hooks = private._autograd._top_saved_tensors_default_hooks(False)
-    except AttributeError as error:
-        raise _unknown_torch() from error
-    if hooks is None or not hooks[0].__qualname__.startswith("_checkpoint_hook."):
-        raise _unknown_torch()
+    """Checkpoint's own pack and unpack."""
+    hooks = _top_hooks and _top_hooks(False)
+    if not hooks or not hooks[0].__qualname__.startswith("_checkpoint_hook."):
+        raise CaptureError(
+            f"torch {torch.__version__} keeps checkpoint's hooks where recovery cannot find them (2.11 to 2.15 are known to "
+            "work); use one of those, or the actions R only"
+        )
     return hooks
-
-
-def _unknown_torch() -> CaptureError:
-    return CaptureError(
-        f"torch {torch.__version__} keeps checkpoint's hooks where recovery cannot find them (2.11 to 2.13 are known to work); "
-        "use one of those, or the actions R only"
-    )
