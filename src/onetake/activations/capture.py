@@ -29,6 +29,10 @@ from onetake.activations.trace import NOTHING, Follower, Held, Made, Template, T
 
 log = logging.getLogger(__name__)
 
+_private: Any = torch._C
+_top_hooks: Callable[[bool], Any] | None = getattr(_private._autograd, "_top_saved_tensors_default_hooks", None)
+"""The package's one use of torch's private interface for hooks."""
+
 
 class CaptureError(RuntimeError):
     """What was kept cannot give the right gradient; the message names the unit and the way out."""
@@ -58,11 +62,6 @@ Choose = Callable[[Unit, Tensor], Action]
 
 Templates = dict[Any, Template]
 """What was recorded, by action, kind of unit and shape."""
-_private: Any = getattr(torch._C, "_autograd")  # noqa: B009  pyright does not know it
-_top_hooks: Callable[[bool], Any] | None = getattr(_private, "_top_saved_tensors_default_hooks", None)
-"""The package's one use of torch's private interface for hooks."""
-
-
 Weigh = Callable[[Unit, Tensor, bool], bool]
 """Called with a unit, the gradient that arrives at its output and whether it compressed: whether that may be read."""
 
