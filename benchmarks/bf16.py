@@ -3,8 +3,9 @@
     python benchmarks/bf16.py [--heads 8] [--layers 4] [--updates 4]
 
 The float32 policy holds the very weights of the bfloat16 one, so that only arithmetic and stored latents differ; both train
-float32 LoRA, and draw the same noise. Each policy samples its own trajectories. "cosine" compares the gradient under an
-execution with float32's native one; "relative L2" compares it with the native one in bfloat16. Printed is the worst update.
+float32 LoRA, and draw the same noise (torch 2.11 draws other noise in bfloat16: FLUX.1's cosines mean nothing there). Each policy
+samples its own trajectories. "cosine" compares the gradient under an execution with float32's native one; "relative L2" compares
+it with the native one in bfloat16. Printed is the worst update.
 """
 
 from __future__ import annotations

@@ -62,6 +62,8 @@ Choose = Callable[[Unit, Tensor], Action]
 
 Templates = dict[Any, Template]
 """What was recorded, by action, kind of unit and shape."""
+
+
 Weigh = Callable[[Unit, Tensor, bool], bool]
 """Called with a unit, the gradient that arrives at its output and whether it compressed: whether that may be read."""
 
