@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from onetake.activations.attach import Attachment
-from onetake.activations.capture import Capture, Region
+from onetake.activations.capture import Capture
 from onetake.activations.plan import Action
+from onetake.activations.region import Region
 
 diffusers: Any = library  # exports lazily, which a type checker does not follow
 DECODERS = ["Llama", "Qwen2", "Qwen3", "Phi3", "Gemma", "Mistral"]

@@ -420,7 +420,7 @@ def sharded_decoder(ranks: World) -> dict[str, Any]:
     from torch.distributed.fsdp import fully_shard
 
     from models import decoder, equal, planned, replan, tokens
-    from onetake.activations.capture import CaptureError
+    from onetake.activations.region import CaptureError
     from onetake.activations.recovery import Recovery
 
     ids, found = tokens(ranks.size)[ranks.rank, None], {}

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from models import decoder, equal, gradients, planned, replan, tokens, transformer
 from onetake.activations.attach import Attachment
-from onetake.activations.capture import Capture, CaptureError
+from onetake.activations.capture import Capture
+from onetake.activations.region import CaptureError
 from onetake.activations.plan import Action
 
 IDS = tokens()

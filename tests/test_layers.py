@@ -23,6 +23,9 @@ LAYERS = [
         f"activations.{name}"
         for name in (
             "trace",
+            "template",
+            "state",
+            "region",
             "capture",
             "attach",
             "measure",

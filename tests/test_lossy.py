@@ -14,7 +14,7 @@ from torch import Tensor
 from helpers import relative_error
 from models import TRANSFORMERS, decoder, equal, tokens, transformer
 from onetake.activations.calibrate import calibrate, intervene, slope
-from onetake.activations.capture import CaptureError
+from onetake.activations.region import CaptureError
 from onetake.activations.lossy import Lossy
 from onetake.activations.measure import Bucket, Profile, fingerprint
 from onetake.activations.plan import Action, Option

@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from onetake.activations.capture import CaptureError
+from onetake.activations.region import CaptureError
 from onetake.activations.plan import Action, Option, UnitOptions
 
 

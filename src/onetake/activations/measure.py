@@ -1,7 +1,7 @@
 """What each action costs, measured: bytes from one forward's hooks, seconds from paired runs of one unit at a time.
 
 A unit is measured where it is called, with the inputs it is called with, on its own: forward and backward under every action
-in turn, several times. Units of one kind (same class, shapes and trainable parameters) share the figures of the first few.
+in turn, several times; unless its forward changes more than its result (`state`): such a unit runs once, and is stored. Units of one kind (same class, shapes and trainable parameters) share the figures of the first few.
 Bytes are exact; seconds are those of the fastest time each, since all that disturbs a measurement makes it slower.
 """
 
@@ -124,19 +124,23 @@ class Probe:
         self.per_kind = per_kind
         self.shape: Shape | None = None
         self._seen: dict[str, Any] = {}  # unit → kind
+        self._stored: set[str] = set()  # units that must not run again
         self._found: dict[Any, list[Measured]] = {}
 
-    def __call__(self, unit: Unit, kind: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def __call__(self, unit: Unit, kind: Any, function: Callable[..., Any] | None, args: tuple[Any, ...]) -> None:
         self.shape = self.shape or shape_of(next(a for a in args if isinstance(a, Tensor)))
         self._seen[unit.name] = kind
+        if function is None:
+            self._stored.add(unit.name)
+            return
         found = self._found.setdefault(kind, [])
         if len(found) < self.per_kind:
             found.append(self._measured(unit, function, args))
 
     def options(self) -> dict[str, list[Option]]:
-        """By unit: the most bytes of its kind, and its kind's seconds."""
+        """By unit: the most bytes of its kind, and its kind's seconds; nothing for units that are stored in any case."""
         merged = {kind: self._merged(found) for kind, found in self._found.items()}
-        return {name: merged[kind] for name, kind in self._seen.items()}
+        return {name: [] if name in self._stored else merged[kind] for name, kind in self._seen.items()}
 
     def _measured(self, unit: Unit, function: Callable[..., Any], args: tuple[Any, ...]) -> Measured:
         actions = (Action.RECOMPUTE, *self.actions)
@@ -168,7 +172,7 @@ def _trial(
     leaves = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in args]
     wanted = [p for p in unit.module.parameters() if p.requires_grad]
     wanted += [a for a in leaves if isinstance(a, Tensor) and a.requires_grad]
-    capture, alone = Capture(lambda *_: action, templates), Unit(name=unit.name, module=unit.module)
+    capture, alone = Capture(lambda *_: action, templates), Unit(name=unit.name, module=unit.module, changes="")
     with torch.random.fork_rng():
         device = next(a.device for a in args if isinstance(a, Tensor))
         started = now(device)

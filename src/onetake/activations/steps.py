@@ -16,7 +16,8 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from onetake.activations.attach import Attachment
-from onetake.activations.capture import Capture, CaptureError, Region, Unit
+from onetake.activations.capture import Capture, Unit
+from onetake.activations.region import CaptureError, Region
 from onetake.activations.lossy import Lossy
 from onetake.activations.measure import Bucket, Probe, Profile, Shape, fingerprint, shape_of
 from onetake.activations.plan import EXACT, MIB, Action, Plan
