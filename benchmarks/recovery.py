@@ -151,7 +151,7 @@ def ours(
 ) -> Iterator[Run]:
     lossy = Lossy(target=0.5) if Action.COMPRESS in actions else None  # wide enough for whatever the memory asks for
     recovery = Recovery(model, memory=memory, profile=profile, actions=actions, lossy=lossy)
-    recovery.attachment.capture.templates = templates
+    recovery.attachment.capture.known.templates = templates
     if lossy is not None:
         names = [unit.name for unit in recovery.units]
         lossy.sensitivity, lossy.expected, lossy.norms = dict.fromkeys(names, 1e-9), dict.fromkeys(names, 1.0), [1.0]

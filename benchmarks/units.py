@@ -47,7 +47,7 @@ def main() -> None:
 
     action = Action.RECOMPUTE
     attachment = Attachment(model, Capture(lambda *_: action))
-    probe = Probe(list(Action), attachment.capture.templates, rounds=arguments.rounds, per_kind=1)
+    probe = Probe(list(Action), attachment.capture.known.templates, rounds=arguments.rounds, per_kind=1)
     attachment.capture.probe = probe
     hidden = model.get_base_model().model
     hidden(ids)

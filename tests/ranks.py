@@ -420,8 +420,8 @@ def sharded_decoder(ranks: World) -> dict[str, Any]:
     from torch.distributed.fsdp import fully_shard
 
     from models import decoder, equal, planned, replan, tokens
-    from onetake.activations.region import CaptureError
     from onetake.activations.recovery import Recovery
+    from onetake.activations.units import CaptureError
 
     ids, found = tokens(ranks.size)[ranks.rank, None], {}
     for dtype in (torch.float32, torch.bfloat16):

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from models import decoder, equal, gradients, planned, replan, tokens, transformer
 from onetake.activations.attach import Attachment
 from onetake.activations.capture import Capture
-from onetake.activations.region import CaptureError
 from onetake.activations.plan import Action
+from onetake.activations.units import CaptureError
 
 IDS = tokens()
 
@@ -149,7 +149,7 @@ def test_says_so_where_torch_hides_the_hooks(monkeypatch):
     model = decoder()
     attachment = planned(model, "HERE")
     for top_hooks in (None, lambda _: None):
-        monkeypatch.setattr("onetake.activations.capture._top_hooks", top_hooks)
+        monkeypatch.setattr("onetake.activations.region._top_hooks", top_hooks)
         with pytest.raises(CaptureError, match=r"2\.11 to 2\.15 are known to work.*or the actions R only"):
             model(IDS)
     replan(attachment, "RRRR")

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from models import DECODERS, TRANSFORMERS, Alive, decoder, equal, gradients, planned, replan, tokens, transformer
-from onetake.activations.capture import Capture, Unit
+from onetake.activations.capture import Capture
 from onetake.activations.plan import Action
-from onetake.activations.region import CaptureError
+from onetake.activations.units import CaptureError, Unit
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing`:FutureWarning"

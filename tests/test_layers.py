@@ -26,6 +26,7 @@ LAYERS = [
             "template",
             "state",
             "region",
+            "units",
             "capture",
             "attach",
             "measure",

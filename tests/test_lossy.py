@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -14,11 +15,11 @@ from torch import Tensor
 from helpers import relative_error
 from models import TRANSFORMERS, decoder, equal, tokens, transformer
 from onetake.activations.calibrate import calibrate, intervene, slope
-from onetake.activations.region import CaptureError
 from onetake.activations.lossy import Lossy
 from onetake.activations.measure import Bucket, Profile, fingerprint
 from onetake.activations.plan import Action, Option
 from onetake.activations.recovery import Recovery
+from onetake.activations.units import CaptureError
 
 L = Action.COMPRESS
 
@@ -171,15 +172,16 @@ def test_what_backward_reaches_past_a_units_output_is_replayed_exactly(tmp_path)
     """A loss on what a hook took out of a block: no gradient arrives at its output to decide by."""
     names = [f"model.layers.{i}" for i in range(4)]
     recovery = compressing(tmp_path / "p.json", 0.5, sensitivity=dict.fromkeys(names, 1e-3))
-    inside: list[Tensor] = []
+    inside: SimpleQueue[Tensor] = SimpleQueue()  # a list that grows would be seen, and the block stored
     model: Any = recovery.model
     mlp = model.model.layers[0].mlp
-    mlp.up_proj.register_forward_hook(lambda module, args, output: inside.append(output))
+    mlp.up_proj.register_forward_hook(lambda module, args, output: inside.put(output))
 
     def run() -> None:
-        inside.clear()
+        while not inside.empty():
+            inside.get()
         recovery.model(tokens())
-        inside[0].square().mean().backward()
+        inside.get().square().mean().backward()
 
     with recovery.forced({}):
         exact = summed(recovery, [run])

@@ -190,7 +190,7 @@ def test_measured_bytes_are_those_captured_and_one_kind_shares_them():
     """SD3's last block differs from the others: two kinds."""
     model, arguments = transformer("SD3", torch.bfloat16)
     attachment = planned(model, "RRR")
-    probe = Probe([H, E, R], attachment.capture.templates, rounds=1)
+    probe = Probe([H, E, R], attachment.capture.known.templates, rounds=1)
     attachment.capture.probe = probe
     model(**arguments)
     attachment.capture.probe = None

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from onetake.activations.capture import Capture, Unit
+from onetake.activations.capture import Capture
+from onetake.activations.units import Unit
 
 _DIFFUSERS_DEFAULT = "ModelMixin.enable_gradient_checkpointing.<locals>._gradient_checkpointing_func"
 

@@ -116,9 +116,10 @@ def gradient(recovery: Steps, run: Callable[[], object], actions: dict[str, Acti
     before = [p.grad for p in parameters]
     for parameter in parameters:
         parameter.grad = None
-    with torch.random.fork_rng(), recovery.forced(actions):
-        run()
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    for parameter, kept in zip(parameters, before, strict=True):
-        parameter.grad = kept
-    return gradients
+    try:
+        with torch.random.fork_rng(), recovery.forced(actions):
+            run()
+        return [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    finally:
+        for parameter, kept in zip(parameters, before, strict=True):
+            parameter.grad = kept

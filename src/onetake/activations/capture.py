@@ -10,54 +10,24 @@ measured nor in backward, but stored.
 
 from __future__ import annotations
 
-import logging
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
 from onetake.activations.plan import Action
-from onetake.activations.region import CaptureError, Region, kind, named_tensors
+from onetake.activations.region import Region
 from onetake.activations.state import Survey
-from onetake.activations.trace import Template
+from onetake.activations.units import CaptureError, Known, Templates, Unit, kind, named_tensors
 from onetake.parallel.shard import FSDPModule
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(eq=False, kw_only=True)
-class Unit:
-    """A block whose saved state shares one fate, and what happened to it so far."""
-
-    name: str
-    module: nn.Module
-    forwards: int = 0
-    replays: int = 0
-    executed: Action = Action.RECOMPUTE  # by the latest forward, after what it had to fall back to
-    captured: int = 0  # bytes kept by the latest forward, beyond inputs and parameters
-    sampled: int = 0  # and of values that backward compares
-    region: weakref.ref[Region] | None = field(default=None, repr=False)  # of the latest forward, if it kept anything
-    changes: str | None = None  # what its forward changes beside its result, in words; None if that was not surveyed yet
-
-    @contextmanager
-    def replaying(self) -> Iterator[None]:
-        self.replays += 1
-        yield
-
 
 Choose = Callable[[Unit, Tensor], Action]
 """What to do with a unit, given the first tensor it is called with."""
-
-
-Templates = dict[Any, Template | None]
-"""What was recorded, by action, kind of unit and shape; None where that cannot be followed."""
 
 
 Weigh = Callable[[Unit, Tensor, bool], bool]
@@ -75,11 +45,9 @@ class Capture:
 
     def __init__(self, choose: Choose, templates: Templates | None = None) -> None:
         self.choose = choose
-        self.templates = {} if templates is None else templates
-        self.apart: set[Any] = set()  # units with templates of their own, with the key that they share with others
+        self.known = Known(templates)
         self.weigh: Weigh | None = None  # what was compressed is read at once without it
         self.probe: Measure | None = None
-        self._told: set[str] = set()
 
     def run(self, unit: Unit, checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
         """`function(*args)` of one unit under `checkpoint`, which must be torch's non-reentrant one or call it.
@@ -96,7 +64,7 @@ class Capture:
         unit.forwards += 1
         action = self.choose(unit, first)
         unit.executed, unit.captured, unit.sampled = (Action.STORE if unit.changes else action), 0, 0
-        region = Region(self, unit, first, _survey(unit, given))
+        region = Region(self.known, unit, first, _survey(unit, given), judged=self.weigh is not None)
         unit.region = weakref.ref(region)
         forward = region.forward(arguments)
         del region  # its slots hold it
@@ -122,11 +90,6 @@ class Capture:
         else:
             region.drop()
 
-    def tell_once(self, message: str) -> None:
-        if message not in self._told:
-            self._told.add(message)
-            log.warning(message)
-
 
 def _survey(unit: Unit, given: tuple[Any, ...]) -> Survey | None:
     """Of a unit's first forward. FSDP's hooks move weights in and out inside of it, which is no state of the block."""
@@ -142,5 +105,3 @@ def _refuse_compilation(name: str) -> None:
         f"{name} is being compiled together with its recovery; torch.compile must stay inside units: compile each block's "
         "attention or MLP instead of the model, or train without recovery"
     )
-
-

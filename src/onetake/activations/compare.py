@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +16,9 @@ from onetake.activations.lossy import norm
 from onetake.activations.measure import now
 from onetake.activations.plan import EXACT, MIB, Action
 from onetake.activations.recovery import Recovery
+from onetake.activations.units import CaptureError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +27,7 @@ class ActionRow:
 
     action: Action
     units: str
-    relative_l2: float
+    relative_l2: float  # infinite where recovery refused what was made again
     seconds: float
     replays: int
     kept_mib: float
@@ -47,7 +52,7 @@ def compare(recovery: Recovery, run: Callable[[], object], name: str = "") -> li
         if not norm(exact):
             return []
         for actions in everything:
-            gradient(recovery, run, actions)  # a first forward records what an action keeps; L keeps what E does
+            _gradient(recovery, run, actions)  # a first forward records what an action keeps; L keeps what E does
         return [_row(recovery, run, name, actions, exact) for actions in everything + alone]
 
 
@@ -55,17 +60,28 @@ def _row(
     recovery: Recovery, run: Callable[[], object], name: str, actions: dict[str, Action], exact: list[Tensor]
 ) -> ActionRow:
     replays, start = sum(unit.replays for unit in recovery.units), now(recovery.device)
-    found = gradient(recovery, run, actions)
+    found = _gradient(recovery, run, actions)
     seconds = now(recovery.device) - start
     which = "all" if len(actions) == len(recovery.units) else next(iter(actions))
     return ActionRow(
         action=next(iter(actions.values())),
         units=f"{name} {which}".strip(),
-        relative_l2=norm([a - b for a, b in zip(found, exact, strict=True)]) / norm(exact),
+        relative_l2=math.inf
+        if found is None
+        else norm([a - b for a, b in zip(found, exact, strict=True)]) / norm(exact),
         seconds=seconds,
         replays=sum(unit.replays for unit in recovery.units) - replays,
         kept_mib=sum(unit.captured for unit in recovery.units) / MIB,
     )
+
+
+def _gradient(recovery: Recovery, run: Callable[[], object], actions: dict[str, Action]) -> list[Tensor] | None:
+    """None where recovery itself refuses what it made again, which goes to the log."""
+    try:
+        return gradient(recovery, run, actions)
+    except CaptureError as error:
+        log.warning("%s", error)
+        return None
 
 
 @contextmanager

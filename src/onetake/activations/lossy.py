@@ -22,8 +22,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from onetake.activations.region import CaptureError
 from onetake.activations.plan import Action, Option, UnitOptions
+from onetake.activations.units import CaptureError
 
 
 class Lossy:

@@ -1,14 +1,16 @@
 """What each action costs, measured: bytes from one forward's hooks, seconds from paired runs of one unit at a time.
 
 A unit is measured where it is called, with the inputs it is called with, on its own: forward and backward under every action
-in turn, several times; unless its forward changes more than its result (`state`): such a unit runs once, and is stored. Units of one kind (same class, shapes and trainable parameters) share the figures of the first few.
-Bytes are exact; seconds are those of the fastest time each, since all that disturbs a measurement makes it slower.
+in turn, several times; unless its forward changes more than its result (`state`): such a unit runs once, and is stored. Units of
+one kind (same class, shapes and trainable parameters) share the figures of the first few. Bytes are exact; seconds are those of
+the fastest time each, since all that disturbs a measurement makes it slower.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import platform
 import time
 from collections.abc import Callable, Iterable
@@ -22,8 +24,11 @@ import transformers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from onetake.activations.capture import Capture, Templates, Unit
+from onetake.activations.capture import Capture
 from onetake.activations.plan import Action, Option, UnitOptions
+from onetake.activations.units import CaptureError, Templates, Unit
+
+log = logging.getLogger(__name__)
 
 Shape = tuple[int, int]
 """Rows and tokens per row of a unit's first tensor."""
@@ -143,13 +148,20 @@ class Probe:
         return {name: [] if name in self._stored else merged[kind] for name, kind in self._seen.items()}
 
     def _measured(self, unit: Unit, function: Callable[..., Any], args: tuple[Any, ...]) -> Measured:
-        actions = (Action.RECOMPUTE, *self.actions)
+        """Raises CaptureError if the unit makes other values when it runs again."""
         trial = partial(_trial, self.templates, unit, function, args)
-        bytes_ = {action: trial(action)[1] for action in actions}  # and records templates
-        times = [{action: trial(action)[0] for action in actions} for _ in range(self.rounds)]
-        return {action: (min(time[action] for time in times), bytes_[action]) for action in actions}
+        bytes_ = {Action.RECOMPUTE: trial(Action.RECOMPUTE)[1]}
+        for action in self.actions:
+            try:
+                bytes_[action] = trial(action)[1]  # and records a template
+            except CaptureError as error:
+                log.warning("%s is not offered for %s: %s", action, unit.name, error)
+        times = [{action: trial(action)[0] for action in bytes_} for _ in range(self.rounds)]
+        return {action: (min(time[action] for time in times), bytes_[action]) for action in bytes_}
 
     def _merged(self, found: list[Measured]) -> list[Option]:
+        """What all of them allow."""
+
         def fastest(action: Action) -> float:
             return min(measured[action][0] for measured in found)
 
@@ -157,6 +169,7 @@ class Probe:
         return [
             Option(action=a, bytes=max(measured[a][1] for measured in found), seconds=slow - fastest(a))
             for a in self.actions
+            if all(a in measured for measured in found)
         ]
 
 

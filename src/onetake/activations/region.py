@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,19 @@ from onetake.activations.codecs import Fp8, encode
 from onetake.activations.plan import Action
 from onetake.activations.state import Survey, equal
 from onetake.activations.template import template
-from onetake.activations.trace import NOTHING, Follower, Held, Made, Recorder, Template, Tracer, Unfollowable, storage_key
-
-if TYPE_CHECKING:
-    from onetake.activations.capture import Capture, Unit
+from onetake.activations.trace import (
+    NOTHING,
+    Follower,
+    Held,
+    Made,
+    Recorder,
+    Template,
+    Tracer,
+    Unfollowable,
+    is_plain,
+    storage_key,
+)
+from onetake.activations.units import CaptureError, Known, Unit, kind, named_tensors
 
 _private: Any = torch._C
 _top_hooks: Callable[[bool], Any] | None = getattr(_private._autograd, "_top_saved_tensors_default_hooks", None)
@@ -35,10 +44,6 @@ SAMPLE = 128  # values of a tensor that backward must find again
 EVERY = 16  # forwards; on an accelerator, where comparing waits for the device, others than the first are not compared
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """How far a kernel that adds in no fixed order may be off, relative, on an accelerator."""
-
-
-class CaptureError(RuntimeError):
-    """What was kept cannot give the right gradient; the message names the unit and the way out."""
 
 
 class Slot:
@@ -82,12 +87,13 @@ class Region:
     Held by its slots alone, and holds them weakly.
     """
 
-    def __init__(self, capture: Capture, unit: Unit, first: Tensor, survey: Survey | None) -> None:
-        self.capture = capture
+    def __init__(self, known: Known, unit: Unit, first: Tensor, survey: Survey | None, *, judged: bool) -> None:
+        """`judged`: what was compressed is not read before it was accepted."""
+        self.known = known
         self.unit = unit
         self.survey = survey
         self.lossy = unit.executed == Action.COMPRESS
-        self.accepted = not (self.lossy and capture.weigh is not None)
+        self.accepted = not (self.lossy and judged)
         self.device, self.shape = first.device.type, first.shape
         self.compares = self.device == "cpu" or unit.forwards <= 2 or unit.forwards % EVERY == 0
         self.slots: list[weakref.ref[Slot]] = []
@@ -102,21 +108,25 @@ class Region:
     @contextmanager
     def forward(self, arguments: list[Any]) -> Iterator[None]:
         """Entered by checkpoint above its own hooks."""
-        pack, unpack = _hooks_below()
+        below = _hooks_below()
+        if below is None:
+            self._go_without()
+            yield
+            return
+        pack, unpack = below
         slots: list[Slot] = []
         named = named_tensors(self.unit.module)
         versions = [tensor._version for _, tensor in named]
-        self._weights = {storage_key(tensor) for _, tensor in named if tensor.requires_grad}
+        self._weights = {storage_key(tensor) for _, tensor in named if isinstance(tensor, nn.Parameter)}
         key, mode = self._recorder(named, arguments)
         again = mode.template.again if isinstance(mode, Follower) else {}
-        keeps = self.survey is not None or self.unit.executed != Action.RECOMPUTE
 
         def note(tensor: Tensor) -> Slot:
             made = again.get(len(slots))
             slots.append(Slot(pack(tensor), self, tensor, made))
             if mode is not None:
                 mode.save(tensor)
-            if made is not None or not keeps:
+            if self.survey is None and (made is not None or self.unit.executed == Action.RECOMPUTE):
                 if mode is not None:
                     mode.paused = True
                 slots[-1].release(made)
@@ -140,20 +150,30 @@ class Region:
             if mode is not None:
                 mode.forget()
 
+    def _go_without(self) -> None:
+        """Where torch hides the hooks below: raises CaptureError unless the unit is to be recomputed, then unproven."""
+        version = (
+            f"torch {torch.__version__} keeps checkpoint's hooks where recovery cannot find them (2.11 to 2.15 are known to "
+            "work)"
+        )
+        if self.unit.executed != Action.RECOMPUTE:
+            raise CaptureError(f"{version}; use one of those, or the actions R only")
+        self.known.tell_once(f"{version}: whether recomputing a block gives the values of its forward is not checked")
+
     def _recorder(self, named: list[tuple[str, Tensor]], arguments: list[Any]) -> tuple[Any, Recorder | None]:
         """Under which key the template lies, and what records or follows."""
         if self.unit.executed in (Action.STORE, Action.RECOMPUTE):
             return None, None
         key: Any = self.unit.executed, kind(self.unit, named, arguments, self.device)
-        if (self.unit.name, key) in self.capture.apart:
+        if (self.unit.name, key) in self.known.apart:
             key = self.unit.name, key
-        if key not in self.capture.templates:
+        if key not in self.known.templates:
             return key, Tracer()
-        known = self.capture.templates[key]
-        if known is None:
+        recorded = self.known.templates[key]
+        if recorded is None:
             self._give_up(f"{self.unit.name} does what cannot be followed")
             return key, None
-        return key, Follower(known)
+        return key, Follower(recorded)
 
     def _note_changes(self, written: list[str]) -> None:
         """Once the forward is over: whether it changed anything but its result, which must not happen twice."""
@@ -167,7 +187,7 @@ class Region:
             self._refuse_replay()
         if changes and self.survey is not None:
             self.unit.executed = Action.STORE
-            self.capture.tell_once(
+            self.known.tell_once(
                 f"{self.unit.name} {changes} in its forward, so it must not run again: all that its backward reads is stored (H)"
             )
 
@@ -185,25 +205,28 @@ class Region:
             self.drop()
         elif self.unit.executed == Action.STORE:
             for slot in slots:
-                slot.made = None
+                slot.made = None  # nothing was released
         elif isinstance(mode, Tracer):
             try:
-                self.capture.templates[key] = self._record(mode, slots)
+                self.known.templates[key] = self._record(mode, slots)
             except Unfollowable as error:
-                self.capture.templates[key] = None
+                self.known.templates[key] = None
                 self._give_up(f"{self.unit.name} cannot be followed: {error}")
         elif isinstance(mode, Follower):
             mode.end()
             if mode.problem is None:
+                for slot in slots:
+                    if slot.made is not None and slot.kept is not None:  # until it was surveyed
+                        slot.release(slot.made)
                 self._keep(mode.held, mode.template)
             else:
-                self.capture.apart.add((self.unit.name, key))  # of which the next forward records a template of its own
+                self.known.apart.add((self.unit.name, key))  # of which the next forward records a template of its own
                 self._give_up(f"{self.unit.name} computed otherwise than what was recorded on the same shapes")
 
     def _give_up(self, why: str) -> None:
         self.drop()
         self._refuse_replay()
-        self.capture.tell_once(f"{why}; such forwards are recomputed (R)")
+        self.known.tell_once(f"{why}; such forwards are recomputed (R)")
 
     def _record(self, mode: Tracer, slots: list[Slot]) -> Template:
         widths: set[int] = set()
@@ -222,7 +245,7 @@ class Region:
         for made in template.wide & held.leaves.keys():
             code = encode(held.leaves[made])
             if code is None:
-                self.capture.tell_once(
+                self.known.tell_once(
                     f"{self.unit.name} made values that are not finite; such tensors are kept as they are"
                 )
             else:
@@ -295,7 +318,7 @@ class Region:
 
     def sampled(self, tensor: Tensor) -> Tensor | None:
         """A copy of some of its values; none of a weight's, which no replay makes."""
-        if not self.compares or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        if not self.compares or not is_plain(tensor):
             return None
         if storage_key(tensor) in self._weights:
             return None
@@ -311,12 +334,12 @@ class Region:
         if self.device != "cpu" and sample.dtype in ROUNDING:
             off = float((sample.double() - again.double()).norm() / sample.double().norm())
             if off <= ROUNDING[sample.dtype]:
-                self.capture.tell_once(f"{self.unit.name}: a replay rounded otherwise than its forward, by {off:.1e}")
+                self.known.tell_once(f"{self.unit.name}: a replay rounded otherwise than its forward, by {off:.1e}")
                 return
         raise CaptureError(
-            f"{self.unit.name} made other values again than in its forward (a {tuple(value.shape)} tensor that backward reads). Its "
-            "forward depends on state that changes and cannot be seen from outside, such as a counter, a cache or random numbers "
-            "that are not torch's. Pass such state in as an argument, or train without checkpointing and recovery"
+            f"{self.unit.name} made other values again than in its forward (a {tuple(value.shape)} tensor that backward reads). "
+            "Its forward depends on what recovery cannot see: a counter, a cache, random numbers that are not torch's, or memory "
+            "that was written without torch. Pass such state in as an argument, or train without checkpointing and recovery"
         )
 
     def drop(self) -> None:
@@ -358,36 +381,7 @@ def _without_graph(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_leaf else tensor.detach()  # not `grad_fn`, which would make an object of every node
 
 
-def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Its parameters and buffers. Torch's own iterators take ten times as long, which every forward would pay."""
-    modules: list[tuple[str, nn.Module]] = [("", module)]
-    found: list[tuple[str, Tensor]] = []
-    for path, inner in modules:  # which grows meanwhile
-        modules += [(f"{path}.{name}", child) for name, child in inner._modules.items() if child is not None]
-        tensors = (*inner._parameters.items(), *inner._buffers.items())
-        found += [(f"{path}.{name}", tensor) for name, tensor in tensors if tensor is not None]
-    return found
-
-
-def kind(unit: Unit, named: list[tuple[str, Tensor]], arguments: list[Any], device: str) -> Any:
-    """Equal for forwards that run the same operations, as far as can be told beforehand."""
-
-    def sign(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad
-        return leaf if isinstance(leaf, (bool, int, float, str)) else type(leaf)
-
-    inner = tuple((name, t.shape, t.dtype, t.requires_grad) for name, t in named)
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return type(unit.module), unit.module.training, autocast, inner, tuple(map(sign, arguments))
-
-
-def _hooks_below() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-    """Checkpoint's own pack and unpack."""
+def _hooks_below() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """Checkpoint's own pack and unpack, if they are where they are known to be."""
     hooks = _top_hooks and _top_hooks(False)
-    if not hooks or not hooks[0].__qualname__.startswith("_checkpoint_hook."):
-        raise CaptureError(
-            f"torch {torch.__version__} keeps checkpoint's hooks where recovery cannot find them (2.11 to 2.15 are known to "
-            "work); use one of those, or the actions R only"
-        )
-    return hooks
+    return hooks if hooks and hooks[0].__qualname__.startswith("_checkpoint_hook.") else None

@@ -64,7 +64,7 @@ class Survey:
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and one.dtype == other.dtype and bool(equal(one, other))
-    return type(one) is type(other) and (one is other or one == other or one != one)
+    return type(one) is type(other) and bool(one is other or one == other or one != one)
 
 
 def equal(one: Tensor, other: Tensor) -> bool:

@@ -16,12 +16,13 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from onetake.activations.attach import Attachment
-from onetake.activations.capture import Capture, Unit
-from onetake.activations.region import CaptureError, Region
+from onetake.activations.capture import Capture
 from onetake.activations.lossy import Lossy
 from onetake.activations.measure import Bucket, Probe, Profile, Shape, fingerprint, shape_of
 from onetake.activations.plan import EXACT, MIB, Action, Plan
+from onetake.activations.region import Region
 from onetake.activations.solve import solve
+from onetake.activations.units import CaptureError, Unit
 from onetake.memory import PeakMemory, parse_budget
 from onetake.parallel.shard import FSDPModule
 
@@ -211,7 +212,7 @@ class Steps:
         held = [*self._holding, *(unit.region for unit in self.units if unit.region is not None)]
         self._holding = [region for region in held if region() is not None]
         if self._holding:
-            capture.tell_once(
+            capture.known.tell_once(
                 "a forward with gradients while an earlier one waits for its backward is recomputed (R): the memory is given to "
                 "the first"
             )
@@ -229,9 +230,9 @@ class Steps:
                     f"{shape[0]} rows of {shape[1]} tokens are not in the profile, and blocks whose weights are sharded cannot be "
                     "run alone to be measured: take a step of that shape before fully_shard, with profile=…"
                 )
-            self._probe = capture.probe = Probe(self.actions, capture.templates)
+            self._probe = capture.probe = Probe(self.actions, capture.known.templates)
         elif not self._inside:
-            capture.tell_once("a forward of unmeasured shape outside of step() is recomputed (R)")
+            capture.known.tell_once("a forward of unmeasured shape outside of step() is recomputed (R)")
 
     def _restart_peak(self) -> bool:
         self._used = self.peak.used
@@ -254,6 +255,8 @@ class Steps:
 
     def _make_plan(self, bucket: Bucket) -> None:
         units, memory = bucket.units(self.actions), self.memory(bucket.peak, self.peak.free)
+        if memory < 0:
+            self._refuse_to_recompute(-memory)
         if self.lossy is None:
             plan = solve(units, memory=memory)
         else:
@@ -265,6 +268,16 @@ class Steps:
             *bucket.shape,
             plan.table(),
         )
+
+    def _refuse_to_recompute(self, missing: int) -> None:
+        """Raises CaptureError if units are stored that would have to be recomputed for the memory given."""
+        stored = [f"{unit.name} {unit.changes}" for unit in self.units if unit.changes]
+        if stored:
+            raise CaptureError(
+                f"memory: the peak is {missing / MIB:.1f} MiB above what was given, and {len(stored)} blocks cannot be recomputed, "
+                f"since their forward changes more than its result ({'; '.join(stored[:3])}). Give more memory, or keep such state "
+                "outside of the block's forward"
+            )
 
     @property
     def _sharded(self) -> bool:

@@ -52,7 +52,6 @@ ATTENTION = {
 """What P runs again beside that, if nothing is dropped out."""
 
 
-
 def _geometry(tensor: Tensor) -> tuple[Any, ...]:
     """Equal for tensors that read the same memory in the same way."""
     size, stride = tensor.shape, tensor.stride()

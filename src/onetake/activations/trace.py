@@ -27,11 +27,19 @@ memory in the same way, so whatever reads its result is known by that."""
 
 Sign = tuple[Any, ...]
 
+_PLAIN: Any = Tensor
+
 CONSTANTS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 class Unfollowable(Exception):
     """An argument about which no sign can say enough; the message names it."""
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether its values lie in one block of memory and are all there is to it."""
+    kind: Any = type(tensor)
+    return kind.__torch_dispatch__ is _PLAIN.__torch_dispatch__ and tensor.layout is torch.strided
 
 
 class Names:
@@ -58,7 +66,7 @@ class Names:
 
     def tensor(self, tensor: Tensor) -> Sign:
         """Equal for tensors that read the same memory in the same way."""
-        if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ or tensor.layout is not torch.strided:
+        if not is_plain(tensor):
             raise Unfollowable(f"a {type(tensor).__name__} ({tensor.layout})")
         number, offset = self.number(tensor), tensor.storage_offset()
         return number, offset, tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
@@ -287,7 +295,7 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [(name, tensor) for name, tensor in _tensors(func, args, kwargs) if tensor.layout is torch.strided]
+        tensors = [(name, tensor) for name, tensor in _tensors(func, args, kwargs) if is_plain(tensor)]
         for _, tensor in tensors:
             count = len(self._names)
             if self._names.number(tensor) == count:
@@ -298,7 +306,7 @@ class Watch(TorchDispatchMode):
         self.generators += any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
         out = func(*args, **kwargs)
         for tensor in outputs(out):
-            if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
+            if isinstance(tensor, Tensor) and is_plain(tensor):
                 self._names.number(tensor)
         return out
 
