@@ -7,7 +7,6 @@ machine by its URL (see `http`). A score is never invented: a reward that fails,
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from onetake.axes import imported
 from onetake.records import Prompt
 from onetake.rewards import http
 from onetake.rewards.clip import ClipScore, pickscore
@@ -49,11 +49,9 @@ def load_reward(name: str) -> Reward:
             "written module:function, or http://… on a server"
         )
     try:
-        reward = vars(importlib.import_module(module))[function]
-    except ImportError as error:
-        raise ValueError(f"task.reward: {name!r} cannot be imported: {error}") from error
-    except KeyError:
-        raise ValueError(f"task.reward: module {module!r} has no {function!r}") from None
+        reward = imported(name)
+    except ValueError as error:
+        raise ValueError(f"task.reward: {error}") from error
     if not callable(reward):
         raise ValueError(f"task.reward: {name!r} is not a function: {reward!r}")
     return cast(Reward, reward)
