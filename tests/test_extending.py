@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from helpers import weights
 from onetake import config
 from onetake.cli import app
 from onetake.recipe import Recipe
+from onetake.records import Prompt
+from onetake.rewards import Weighted, load_rewards
 from onetake.selection import Window
 from onetake.tasks import ShapesTask
 from tiny import tiny_recipe_file
@@ -88,6 +91,26 @@ def test_what_is_wrong_is_said_in_the_recipes_words():
     assert said("task: my_selections:torch")[0].endswith("is not a subclass of onetake's Config")
     with pytest.raises(ValidationError, match=r"ShapesTask has no mask, per, problem; onetake.selection.Selector says"):
         Recipe(selection=ShapesTask())
+
+
+@pytest.mark.parametrize("background", [None, "process"])
+def test_a_reward_with_settings_scores_with_them(background, folder):
+    (asked,) = [tree["task"]["reward"] for tree in RECIPES if "my_settings:Near" in str(tree)]
+    for name in ("train", "held_out"):
+        (folder / f"{name}.txt").write_text("a grey square\n")
+    tree = {"kind": "prompts", "train": f"{folder}/train.txt", "held_out": f"{folder}/held_out.txt", "reward": asked}
+    recipe = config.load(yaml.safe_dump({"task": tree | {"background": background}}))
+    assert config.load(config.dump(recipe)) == recipe
+    found = recipe.task.load().rewards(torch.full((2, 3, 4, 4), 0.4), [Prompt("a grey square")] * 2)
+    assert found["my_settings:Near"].tolist() == pytest.approx([-0.1, -0.1])
+
+    def problems(**keys: Any) -> list[str]:
+        return recipe.task.model_copy(update={"reward": {"my_settings:Near": Weighted(**keys)}}).problems()
+
+    assert problems(tagret=1) == ["task.reward.my_settings:Near.tagret: is not a key of it; did you mean target?"]
+    assert problems(target="high")[0].startswith("task.reward.my_settings:Near.target: Input should be a valid number")
+    with pytest.raises(ValueError, match=r"task.reward.jpeg: is no class of onetake's Config, and has no key quality"):
+        load_rewards({"jpeg": Weighted(quality=9)})
 
 
 class Longer(Window):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from onetake.axes import Axis
 from onetake.records import Config, Prompt
-from onetake.rewards import Background, Rewards, load_rewards
+from onetake.rewards import Background, Rewards, Weights, load_rewards
 from onetake.tasks.motion.captions import prompts as motion_prompts
 from onetake.tasks.motion.verify import verify as verify_clip
 from onetake.tasks.prompts import read
@@ -108,7 +108,7 @@ class PromptsTask(Config):
     kind: Literal["prompts"] = "prompts"
     train: Path
     held_out: Path
-    reward: str | dict[str, float]
+    reward: str | Weights
     background: Background | None = Field(
         default=None,
         description="score in a thread, or a process of its own, while the next micro-batch is sampled; servers always do",
