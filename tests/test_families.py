@@ -126,11 +126,29 @@ def small_pictures():
         yield
 
 
-def marks(case: Case) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.slow] if case.slow else []
+STAND_FOR_OTHERS = {
+    "sd3": "all embeddings from one call, re-scored by tail",
+    "flux-true-cfg": "the negative prompt embedded apart, beside a distilled guidance",
+    "qwen-image-edit-plus": "several pictures, a single prompt a call, text that feeds nothing",
+    "chroma": "no gradient checkpointing",
+    "sana": "DPM-Solver's grid, arguments of the call",
+    "flux2-klein": "latents in another layout, LoRA targets of its own",
+    "wan-2.2": "two transformers, UniPC's grid",
+    "wan-2.2-5b-i2v": "latents that are overwritten",
+    "hunyuan-video-i2v": "a picture for each output",
+    "ltx-condition, half": "a picture that may be left out",
+    "ltx-2": "audio beside the video",
+}
+"""The cases that run by default, one for each thing in which families differ; ``-m families`` runs the others."""
 
 
-@pytest.fixture(scope="module", params=[pytest.param(n, marks=marks(c), id=n) for n, c in CASES.items()])
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    if CASES[name].slow:
+        return [pytest.mark.slow]
+    return [] if name in STAND_FOR_OTHERS else [pytest.mark.families]
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=marks(name), id=name) for name in CASES])
 def base(request, tmp_path_factory) -> Base:
     return saved(request.param, tmp_path_factory.mktemp("base"))
 

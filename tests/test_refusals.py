@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import diffusers
 import pytest
 import torch
@@ -21,6 +17,7 @@ from diffusers import (
     WanImageToVideoPipeline,
 )
 
+from family_lines import lines_per_family
 from onetake.execution import Retain
 from onetake.execution.preflight import preflight
 from onetake.execution.sampling import RolloutConfig, deal
@@ -71,9 +68,7 @@ def test_every_refused_name_begins_a_pipeline_and_every_row_is_one():
 
 
 def test_no_family_costs_more_than_forty_lines():
-    script = Path(__file__).parent.parent / "benchmarks" / "family_lines.py"
-    told = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
-    lines = {name: int(count) for count, name in (line.split() for line in told.stdout.splitlines())}
+    lines = lines_per_family()
     assert lines.keys() == FAMILIES.keys()
     assert 0 < min(lines.values()) <= max(lines.values()) <= 40
 

@@ -13,6 +13,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from onetake import __version__
+
 if TYPE_CHECKING:
     from onetake.activations.compare import ActionRow
     from onetake.policies.diffusion import DiffusionPolicy
@@ -37,6 +39,20 @@ def main() -> None:
         os.environ.setdefault(bars, "1")
     sys.path.insert(0, "")  # a reward written module:function may lie in the working directory, as with python -m
     app()
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        console.print(f"onetake {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Say which this is, and end.")
+    ] = False,
+) -> None: ...
 
 
 @contextmanager

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from importlib import resources
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from onetake.axes import Axis
 from onetake.language.recipe import LanguageRecipe
 from onetake.recipe import Recipe
 from onetake.records import nearest
@@ -66,7 +67,9 @@ def load_any(text: str, overrides: list[str] | None = None, ranks: int | None = 
     try:
         recipe = kind.model_validate(tree)
     except ValidationError as error:
-        raise RecipeError("\n".join([*problems, *(_explain(kind, detail) for detail in error.errors())])) from error
+        raise RecipeError(
+            "\n".join([*problems, *(_explain(kind, detail, tree) for detail in error.errors())])
+        ) from error
     fewest = recipe.parallel.over(1) if isinstance(recipe, Recipe) else 1
     problems += recipe.problems(fewest if ranks is None else ranks)
     if problems:
@@ -138,11 +141,13 @@ def _override(tree: dict[str, Any], override: str) -> str | None:
     return None
 
 
-def _explain(kind: type[BaseModel], detail: Any) -> str:
+def _explain(kind: type[BaseModel], detail: Any, tree: dict[str, Any]) -> str:
     """One validation error in the recipe's spelling."""
     where = [str(part) for part in detail["loc"]]
-    keys, model = _walk(kind, where)
+    keys, model = _walk(kind, where, tree)
     path = ".".join(keys)
+    if detail["type"] == "axis":
+        return f"{path}: {detail['msg']}"
     if detail["type"] == "extra_forbidden":
         known = list(model.model_fields) if model is not None else []
         return f"{path}: is not a key of the recipe{nearest(keys[-1], known)}"
@@ -153,8 +158,8 @@ def _explain(kind: type[BaseModel], detail: Any) -> str:
     return f"{path}: {detail['msg']} (got {detail['input']!r})"
 
 
-def _walk(kind: type[BaseModel], where: list[str]) -> tuple[list[str], type[BaseModel] | None]:
-    """Follow a pydantic location through the models; drops the union tags it contains. Returns keys and last model."""
+def _walk(kind: type[BaseModel], where: list[str], tree: Any) -> tuple[list[str], type[BaseModel] | None]:
+    """Follow a pydantic location through the models; drops the union tags it contains. Returns keys and the last one's model."""
     model: type[BaseModel] | None = kind
     choices: dict[str, type[BaseModel]] = {}
     keys = []
@@ -163,8 +168,11 @@ def _walk(kind: type[BaseModel], where: list[str]) -> tuple[list[str], type[Base
             model, choices = choices[part], {}
             continue
         keys.append(part)
-        if model is not None and part in model.model_fields:
-            models = _models(model.model_fields[part].annotation)
+        tree = tree.get(part) if isinstance(tree, dict) else None
+        if model is not None and part in model.model_fields and part is not where[-1]:
+            field = model.model_fields[part]
+            axes = [axis for axis in field.metadata if isinstance(axis, Axis)]
+            models = [axis.chosen(tree, cast(type, field.annotation)) for axis in axes] or _models(field.annotation)
             choices = {str(m.model_fields["kind"].default): m for m in models if "kind" in m.model_fields}
             model, choices = (models[0], {}) if len(models) == 1 else (model, choices)
     return keys, model

@@ -8,21 +8,44 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal, Protocol
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from onetake.axes import Axis
 from onetake.noise import choice
-from onetake.records import NAMED, Address, Config
+from onetake.records import Address, Config
+
+Per = Literal["update", "group", "sample"]
+
+
+class Selector(Protocol):
+    """What every selection has."""
+
+    @property
+    def per(self) -> Per:
+        """Whose choice it is; a layout that gives a group's samples to several ranks needs one that is not the sample's."""
+        ...
+
+    def problem(self, steps: int) -> str | None:
+        """Why it cannot choose among `steps` steps, or None."""
+        ...
+
+    def mask(self, *, groups: int, group_size: int, steps: int, address: Address) -> Tensor:
+        """(groups, group_size, steps) bool: the events that are stochastic and trained; never the last step."""
+        ...
 
 
 class All(Config):
     """Every step but the last (Flow-GRPO)."""
 
     kind: Literal["all"] = "all"
-    per: ClassVar[Literal["update"]] = "update"
+
+    @property
+    def per(self) -> Per:
+        return "update"
 
     def problem(self, steps: int) -> str | None:
         return (
@@ -73,7 +96,6 @@ class Window(Config):
     """
 
     kind: Literal["window"] = "window"
-    per: ClassVar[Literal["update"]] = "update"
     size: int = Field(default=2, ge=1)
     place: Literal["random", "sliding", "fixed"] = "random"
     start: int = Field(default=0, ge=0)
@@ -83,6 +105,10 @@ class Window(Config):
     roll_back: bool = True
     decay: float = Field(default=0.0, ge=0)
     decay_from: int = Field(default=13, ge=0)
+
+    @property
+    def per(self) -> Per:
+        return "update"
 
     def _limit(self, steps: int) -> int:
         return min(self.until or steps - 1, steps - 1)
@@ -156,4 +182,4 @@ class Single(Config):
         return mask.scatter(2, events.expand(groups, group_size, 1), True)
 
 
-Selection = Annotated[All | Fraction | Window | Single, Field(discriminator="kind"), NAMED]
+Selection = Annotated[Selector, Axis((All, Fraction, Window, Single))]

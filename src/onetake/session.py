@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from onetake import config
+from onetake.axes import kind_of
 from onetake.checkpoint import Checkpoint, Checkpoints, read
 from onetake.evaluation import Evaluation
 from onetake.execution.preflight import Preflight
@@ -155,7 +156,7 @@ def plan_lines(recipe: Recipe, ranks: int = 1) -> list[str]:
     lines = [
         f"{recipe.updates} updates{rollouts} × {size.groups} prompts × {size.group_size} images = {images:,} images, "
         f"{recipe.policy.steps} steps each, {int(events[0, 0].sum())} of them trained; micro-batches of {size.micro_batch}",
-        f"trained: {recipe.policy.trainable.kind}; events: {recipe.selection.kind}; execution: {recipe.execution}",
+        f"trained: {recipe.policy.trainable.kind}; events: {kind_of(recipe.selection)}; execution: {recipe.execution}",
     ]
     if ranks > 1:
         layout = size.over(ranks)

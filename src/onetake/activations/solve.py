@@ -2,7 +2,10 @@
 
 HiLoRe's reference solver (arXiv 2609.33570) is a dynamic programme on a 1024 × 1024 grid of memory and risk, with costs
 rounded up. Here the states are the undominated (bytes, risk, score) themselves, so nothing is rounded; Lagrangian bounds
-discard those that cannot beat a plan already found. Seconds count in whole microseconds.
+discard those that cannot beat a plan already found. Seconds count in whole microseconds. `scipy.optimize.milp` would be 140 lines
+less, with one call for each preference among equals; it finds the same plans once risks are scaled above its absolute tolerance,
+but takes 0.1 to 1 s for 24 to 80 unlike units, up to 3 s, where this takes 0.01 to 0.1 s, and under a budget of risk every step has
+a plan of its own.
 """
 
 from __future__ import annotations

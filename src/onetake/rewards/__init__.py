@@ -1,13 +1,13 @@
 """Rewards score what a policy made. A reward is any callable ``(images, prompts) -> scores``.
 
 images (B, 3, H, W) float in [0, 1]; prompts: B strings; scores (B,). One with a parameter ``metadata`` is also given what the
-prompts' lines say there: B dictionaries. A reward of your own is named in the recipe as ``module:function``, one on another
-machine by its URL (see `http`). A score is never invented: a reward that fails, stops the update.
+prompts' lines say there: B dictionaries. A reward of your own is named in the recipe as ``module:function``, or as
+``module:Class`` with the class's fields as keys; one on another machine by its URL (see `http`). A score is never invented: a
+reward that fails, stops the update.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import torch
+from pydantic import ConfigDict, ValidationError
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from onetake.records import Prompt
+from onetake.axes import imported
+from onetake.records import Config, Prompt, nearest
 from onetake.rewards import http
 from onetake.rewards.clip import ClipScore, pickscore
 from onetake.rewards.http import HttpReward
@@ -34,8 +36,40 @@ MODELS: dict[str, Callable[[str], Reward]] = {"clip": ClipScore, "pickscore": pi
 """By name and the folder or hub repository of their model, as in ``clip:openai/clip-vit-large-patch14``."""
 
 
-def load_reward(name: str) -> Reward:
-    """A built-in reward, ``module:function``, or a server's URL. Raises ValueError, with the names that work, for anything else."""
+class Weighted(Config):
+    """One of several rewards, and its weight; for a class of yours the other keys are its fields."""
+
+    model_config = ConfigDict(extra="allow")
+    weight: float = 1.0
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        return self.model_extra or {}
+
+
+Weights = dict[str, float | Weighted]
+"""Rewards by name and weight."""
+
+
+def load_reward(name: str, fields: dict[str, Any] | None = None) -> Reward:
+    """A built-in reward, ``module:function``, ``module:Class`` with values of its fields, or a server's URL.
+
+    Raises ValueError, with the names that work, for anything else.
+    """
+    reward = _named(name)
+    if isinstance(reward, type) and issubclass(reward, Config):
+        try:
+            reward = reward.model_validate(fields or {})
+        except ValidationError as error:
+            raise ValueError("\n".join(_explain(name, list(reward.model_fields), d) for d in error.errors())) from error
+    elif fields:
+        raise ValueError(f"task.reward.{name}: is no class of onetake's Config, and has no key {', '.join(fields)}")
+    if not callable(reward):
+        raise ValueError(f"task.reward: {name!r} is not a function: {reward!r}")
+    return cast(Reward, reward)
+
+
+def _named(name: str) -> Any:
     if name in REWARDS:
         return REWARDS[name]
     if name.startswith(("http://", "https://")):
@@ -49,14 +83,16 @@ def load_reward(name: str) -> Reward:
             "written module:function, or http://… on a server"
         )
     try:
-        reward = vars(importlib.import_module(module))[function]
-    except ImportError as error:
-        raise ValueError(f"task.reward: {name!r} cannot be imported: {error}") from error
-    except KeyError:
-        raise ValueError(f"task.reward: module {module!r} has no {function!r}") from None
-    if not callable(reward):
-        raise ValueError(f"task.reward: {name!r} is not a function: {reward!r}")
-    return cast(Reward, reward)
+        return imported(name)
+    except ValueError as error:
+        raise ValueError(f"task.reward: {error}") from error
+
+
+def _explain(name: str, known: list[str], detail: Any) -> str:
+    key = ".".join(map(str, detail["loc"]))
+    if detail["type"] == "extra_forbidden":
+        return f"task.reward.{name}.{key}: is not a key of it{nearest(key, ['weight', *known])}"
+    return f"task.reward.{name}.{key}: {detail['msg']} (got {detail['input']!r})"
 
 
 @dataclass(kw_only=True)
@@ -99,21 +135,25 @@ def takes_metadata(reward: Reward) -> bool:
     return "metadata" in inspect.signature(reward).parameters
 
 
-def load_rewards(names: str | dict[str, float], *, background: Background | None = None) -> Rewards:
+def load_rewards(names: str | Weights, *, background: Background | None = None) -> Rewards:
     """One reward by its name, or several by name and weight; begun in the `background`, as servers always are.
 
     A reward on this machine has one thread or process: it sees micro-batches one after the other, in the order in which they are
     sampled. Raises ValueError as `load_reward` does.
     """
-    weights = {names: 1.0} if isinstance(names, str) else names
-    functions = {name: load_reward(name) for name in weights}
+    given = {names: 1.0} if isinstance(names, str) else names
+    asked = {name: one if isinstance(one, Weighted) else Weighted(weight=one) for name, one in given.items()}
+    functions = {name: load_reward(name, one.fields) for name, one in asked.items()}
     workers = {
         n: http.REQUESTS if isinstance(f, HttpReward) else int(background is not None) for n, f in functions.items()
     }
     threads = {name: ThreadPoolExecutor(count, "reward") for name, count in workers.items() if count}
     if background == "process":
-        functions = {name: f if isinstance(f, HttpReward) else ProcessReward(name) for name, f in functions.items()}
-    return Rewards(functions=functions, weights=weights, threads=threads)
+        functions = {
+            name: f if isinstance(f, HttpReward) else ProcessReward(name, asked[name].fields)
+            for name, f in functions.items()
+        }
+    return Rewards(functions=functions, weights={n: one.weight for n, one in asked.items()}, threads=threads)
 
 
 def scores(name: str, reward: Reward, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
@@ -16,13 +17,13 @@ from torch import Tensor
 
 
 class ProcessReward:
-    """The reward of this name, loaded in its process at the first call. Every rank has its own.
+    """The reward of this name, with values of its fields, loaded in its process at the first call. Every rank has its own.
 
     Raises ValueError if the process dies, and whatever the reward raises.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, fields: dict[str, Any]) -> None:
+        self._name, self._fields = name, json.dumps(fields)
 
     @cached_property
     def _process(self) -> ProcessPoolExecutor:
@@ -32,7 +33,8 @@ class ProcessReward:
         """(B,) scores, on the CPU. There as here the reward gets the images on the device they are on."""
         file = io.BytesIO()
         torch.save(images.cpu(), file)
-        asked = self._process.submit(_score, self._name, file.getvalue(), str(images.device), prompts, metadata)
+        reward = self._name, self._fields
+        asked = self._process.submit(_score, reward, file.getvalue(), str(images.device), prompts, metadata)
         try:
             return asked.result()
         except BrokenProcessPool as error:
@@ -55,13 +57,15 @@ def _follow_parent() -> None:
 
 
 @cache
-def _reward(name: str) -> Any:
+def _reward(name: str, fields: str) -> Any:
     from onetake.rewards import load_reward
 
-    return load_reward(name)
+    return load_reward(name, json.loads(fields))
 
 
-def _score(name: str, images: bytes, device: str, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
+def _score(
+    reward: tuple[str, str], images: bytes, device: str, prompts: list[str], metadata: list[dict[str, Any]]
+) -> Tensor:
     from onetake.rewards import call
 
-    return call(_reward(name), torch.load(io.BytesIO(images)).to(device), prompts, metadata)
+    return call(_reward(*reward), torch.load(io.BytesIO(images)).to(device), prompts, metadata)

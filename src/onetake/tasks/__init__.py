@@ -6,15 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Protocol
 
 import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from onetake.records import NAMED, Config, Prompt
-from onetake.rewards import Background, Rewards, load_rewards
+from onetake.axes import Axis
+from onetake.records import Config, Prompt
+from onetake.rewards import Background, Rewards, Weights, load_rewards
 from onetake.tasks.motion.captions import prompts as motion_prompts
 from onetake.tasks.motion.verify import verify as verify_clip
 from onetake.tasks.prompts import read
@@ -35,6 +36,16 @@ class Task:
     rewards: Rewards
     success_at: float | None = None
     verdict: Callable[[Tensor, str], Verdict] | None = None
+
+
+class TaskSource(Protocol):
+    """What every task of a recipe has."""
+
+    def problems(self) -> list[str]:
+        """All reasons why it could not be loaded, in the recipe's words; empty if there are none."""
+        ...
+
+    def load(self) -> Task: ...
 
 
 class ShapesTask(Config):
@@ -97,7 +108,7 @@ class PromptsTask(Config):
     kind: Literal["prompts"] = "prompts"
     train: Path
     held_out: Path
-    reward: str | dict[str, float]
+    reward: str | Weights
     background: Background | None = Field(
         default=None,
         description="score in a thread, or a process of its own, while the next micro-batch is sampled; servers always do",
@@ -129,7 +140,7 @@ class PromptsTask(Config):
         )
 
 
-TaskConfig = Annotated[ShapesTask | MotionTask | PromptsTask, Field(discriminator="kind"), NAMED]
+TaskConfig = Annotated[TaskSource, Axis((ShapesTask, MotionTask, PromptsTask))]
 
 
 def shapes_reward(images: Tensor, prompts: list[str]) -> Tensor:
