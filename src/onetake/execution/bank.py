@@ -29,6 +29,14 @@ from onetake.execution.recorded import Recorded, is_recorded, parameters_of
 from onetake.execution.rows import follow
 
 
+Block = tuple[torch.Size, int]
+"""A tensor's shape, and which memory it has."""
+
+
+def _block(tensor: Tensor) -> Block:
+    return tensor.shape, tensor.untyped_storage()._cdata
+
+
 @dataclass(frozen=True)
 class _Call:
     """One use of a layer, as its backward reported it."""
@@ -73,9 +81,9 @@ class _Account:
                 self._sum_Boi.baddbmm_(grad.transpose(1, 2), x)
 
     @property
-    def waiting(self) -> list[tuple[torch.Size, torch.Size]]:
-        """Shapes of all pairs so far; empty once some have collapsed."""
-        return [] if self._sum_Boi is not None else [(x.shape, grad.shape) for x, grad in self._pairs]
+    def waiting(self) -> list[tuple[Block, Block]]:
+        """All pairs so far; empty once some have collapsed."""
+        return [] if self._sum_Boi is not None else [(_block(x), _block(grad)) for x, grad in self._pairs]
 
     def _joined(self) -> tuple[Tensor, Tensor]:
         """All waiting pairs as one pair, tokens of all events side by side; the waiting list is emptied."""
@@ -146,16 +154,18 @@ class Bank:
             self._direct[parameter] = gradient if known is None else known + gradient
 
     @property
-    def waiting(self) -> dict[Tensor, list[tuple[torch.Size, torch.Size]]]:
-        """Shapes of the pairs of every matrix parameter of which none has collapsed."""
+    def waiting(self) -> dict[Tensor, list[tuple[Block, Block]]]:
+        """The pairs of every matrix parameter of which none has collapsed."""
         return {parameter: account.waiting for parameter, account in self._accounts.items() if account.waiting}
 
-    def repeat(self, pairs: dict[Tensor, list[tuple[torch.Size, torch.Size]]], times: int) -> None:
-        """Record pairs of these shapes again, without values: what `times` more events would bank, to see its size."""
+    def repeat(self, pairs: dict[Tensor, list[tuple[Block, Block]]], times: int) -> None:
+        """Record such pairs again, without values: what `times` more events would bank, to see its size."""
         for _ in range(times):
-            for parameter, shapes in pairs.items():
-                for x, grad in shapes:
-                    self._accounts[parameter].record(parameter.new_empty(x), parameter.new_empty(grad))
+            made: dict[Block, Tensor] = {}  # layers side by side have one input
+            for parameter, blocks in pairs.items():
+                for pair in blocks:
+                    x, grad = (made.setdefault(block, parameter.new_empty(block[0])) for block in pair)
+                    self._accounts[parameter].record(x, grad)
 
     def pay_out(self, factor_B: Tensor, *, direct: float) -> None:
         """p.grad += Σ_i factor_i · banked gradient_i + direct · banked direct terms, and forget them."""
