@@ -703,11 +703,9 @@ class Case:
                 self._events(bank, model, inputs, targets, cotangents, order)
             bank.pay_out(factor, direct=1.0)
         except ValueError as error:
-            assert "Use rollout.micro_batch: 1" in str(error), error
-            return "refused"
+            return "refused" if "Use rollout.micro_batch: 1" in str(error) else str(error)
         except RuntimeError as error:
-            assert any(told in str(error) for told in ("vmap", "functorch", "Checkpointing is not compatible")), error
-            return "refused"
+            return "refused" if "functorch" in str(error) else str(error)
         tolerance = max([COARSE.get(part, 0.0) for part in parts] + [1e-6 if dtype == torch.float64 else 2e-4])
         return self._compared(parameters, wanted, held, tolerance)
 

@@ -28,7 +28,6 @@ from onetake.execution.measured import BASE, Listed, Owners, Regular, digit_of, 
 from onetake.execution.recorded import Recorded, is_recorded, parameters_of
 from onetake.execution.rows import follow
 
-
 Block = tuple[torch.Size, int]
 """A tensor's shape, and which memory it has."""
 
