@@ -139,9 +139,12 @@ class Bank:
                 self._add_sum(parameter, gradient[None])
             return
         followed = follow(log_prob, self._lead)
+        told = True
         for call, place in followed.places.items():
+            row = math.prod(call._input_metadata[0].shape[self._lead(call) :])
             call.place = place
-        if followed.opaque or None in followed.places.values():
+            told &= place is not None and not (place.block % row or place.phase % row)  # no row lies in two blocks
+        if followed.opaque or not told:
             self._measure(log_prob, cotangent, retain_graph)
         else:
             self._collect(log_prob, cotangent, retain_graph)

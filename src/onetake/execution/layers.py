@@ -71,7 +71,12 @@ def _linear_backward(
 
 def _scale(normalised: Callable[[Any, Tensor], Tensor], lead: Callable[[Any, int], int]) -> Kind:
     """A normalisation whose weight multiplies what it has normalised."""
-    return Kind(lead, lambda layer, x, grad: rows_of(grad * normalised(layer, x), lead(layer, x.dim())))
+    return Kind(lead, lambda layer, x, grad: rows_of(grad * normalised(layer, _fine(x, grad)), lead(layer, x.dim())))
+
+
+def _fine(x: Tensor, grad: Tensor) -> Tensor:
+    """In the dtype that was computed in: autocast normalises bfloat16 in float32."""
+    return x.to(torch.promote_types(x.dtype, grad.dtype))
 
 
 def _all_but_weights(layer: Any, dims: int) -> int:
@@ -164,7 +169,7 @@ KINDS = {
     "torch.nn.modules.activation.PReLU": Kind(_first, _prelu_weight),
     "torch.nn.modules.normalization.GroupNorm": Kind(
         _first,
-        lambda layer, x, grad: _channels(grad * F.group_norm(x, layer.num_groups, eps=layer.eps)),
+        lambda layer, x, grad: _channels(grad * F.group_norm(_fine(x, grad), layer.num_groups, eps=layer.eps)),
         lambda grad, lead: _channels(grad),
     ),
     "torch.nn.modules.normalization.LayerNorm": _scale(
