@@ -193,8 +193,8 @@ def test_preflight_names_planted_faults(plant, cause, monkeypatch):
         preflight(policy, Retain(), Grpo(), batches_of(policy))
 
 
-def test_preflight_notices_rows_in_another_order():
-    """A pipeline that interleaves guidance (negative, positive, negative, …) would bank gradients in the wrong rows."""
+def test_rows_in_another_order_are_followed():
+    """A model that takes its guidance interleaved (negative, positive, negative, …) holds a trajectory's rows elsewhere."""
     policy = policy_on(guidance=3.0)
     forward = policy.module.forward
     order = torch.tensor([0, 2, 1, 3])
@@ -205,8 +205,15 @@ def test_preflight_notices_rows_in_another_order():
         return (forward(**dict(zip(names, rows, strict=True)), **kwargs)[0][order],)
 
     policy.module.forward = interleaved
-    preflight(policy, Retain(), Grpo(), batches_of(policy))
-    with pytest.raises(PreflightError, match=r"mixes the rows .* Use rollout\.micro_batch: 1 or execution: retain"):
+    for execution in (Retain(), Reweight()):
+        assert preflight(policy, execution, Grpo(), batches_of(policy)).gradient_error < 1e-5
+
+
+def test_a_model_in_which_trajectories_influence_each_other_is_refused():
+    policy = policy_on(guidance=3.0)
+    forward = policy.module.forward
+    policy.module.forward = lambda *args, **kwargs: (forward(*args, **kwargs)[0].cumsum(0),)
+    with pytest.raises(ValueError, match=r"influence each other .* Use rollout\.micro_batch: 1 or execution: retain"):
         preflight(policy, Reweight(), Grpo(), batches_of(policy))
 
 
