@@ -111,7 +111,7 @@ class Transition:
         return self.action[0].numel() - self.overwritten
 
     def kl(self, other_mean: Tensor) -> Tensor:
-        """(B,) float64 KL divergence ‖μ − μ'‖²/(2S²) in nats to the same event of a policy with mean μ' (no graph), over the true S²."""
+        """(B,) float64 KL divergence ‖μ − μ'‖²/(2S²) in nats to the same event of a policy with mean μ' (no graph)."""
         shift = (self.mean - other_mean.detach()) / self.std
         return torch.where(self.rows, 0.5 * shift.square().flatten(1).sum(1, dtype=torch.float64), 0)
 

@@ -227,6 +227,11 @@ class Run:
                 f"policy.gradient_checkpointing: true; the last checkpoint stands. ({error})"
             ) from error
 
+    @property
+    def penalised(self) -> bool:
+        """Whether there is something to train without any advantage: a KL beside the objective."""
+        return self.execution.kl is not None and not self.execution.kl.as_reward
+
     def dead(self, rollout: Rollout) -> set[int]:
         """Groups whose advantages are all zero."""
         assert rollout.advantages is not None
@@ -243,7 +248,7 @@ class Run:
         if self.policy.version == rollout.version:
             drifted(coefficients.shift, rollout.transitions[0][0].dims)
         with self.phase(clock, "optimizer"):
-            live = bool(rollout.advantages.any())  # momentum would move the weights even on a zero gradient
+            live = bool(rollout.advantages.any()) or self.penalised
             stepped = self.optimizer.step(self.update) if live else self.optimizer.skip()
         self.update += 1
         self.policy.version += 1
@@ -274,10 +279,7 @@ class Run:
         if not live:
             self.watch.say(f"update {self.update}: all groups are dead (equal rewards), so nothing was trained")
         elif stepped["skipped"]:
-            self.watch.say(
-                f"update {self.update}: skipped, its gradient norm {stepped['grad_norm']:.3g} is more than "
-                f"{self.recipe.optimizer.abnormal:g} times the median of the last ones (optimizer.abnormal)"
-            )
+            self.watch.say(f"update {self.update}: skipped, {self.optimizer.why_skipped(stepped['grad_norm'])}")
 
     def evaluate(self) -> Evaluation | None:
         """By all ranks, for rank 0."""
@@ -331,11 +333,14 @@ class Run:
     def _reward_columns(self, rollout: Rollout) -> dict[str, Any]:
         rewards = rollout.rewards
         assert rewards is not None
+        dead = self.dead(rollout)
+        differing = {int(group) for scores in rollout.scores.values() for group in (~dead_groups(scores)).nonzero()}
         columns: dict[str, Any] = {
             "score_mean": float(rewards.mean()),
             "score_spread": float(rewards.std(1, correction=0).mean()),
             "rewards": {name: float(scores.mean()) for name, scores in rollout.scores.items()},
-            "dead_groups": len(self.dead(rollout)),
+            "dead_groups": len(dead),
+            "dead_by_rounding": len(dead & differing),
         }
         if self.execution.kl is not None:
             assert rollout.kl is not None

@@ -102,7 +102,9 @@ def log_prob(action: Tensor, mean: Tensor, std: float) -> Tensor:
     """(B,) float64 log-density in nats, summed over dims: Σ [−(x'−μ)²/(2S²) − ln S − ½ ln 2π].
 
     The sum of 10⁶ dimensions is some 10⁶ nats, of which a float32 holds no more than a tenth of a nat; what counts is its
-    change, a few nats. So every term is float64, and a `mean` that was rounded to float32 is off by 10⁻⁴ nats there. Raises ValueError for a deterministic transition, whose density does not exist (it is not zero).
+    change, a few nats. So every term is float64, and a `mean` that was rounded to float32 is off by 10⁻⁴ nats there.
+
+    Raises ValueError for a deterministic transition, whose density does not exist (it is not zero).
     """
     if std <= 0:
         raise ValueError(
