@@ -159,6 +159,27 @@ class Rollout:
         assert len(kept) == len(self.batches), "accumulated twice, or not sampled under this execution"
         return kept
 
+    def parted(self, number: int) -> tuple[Rollout, Rollout]:
+        """Micro-batch `number`, and all others; what was kept goes with them, and this rollout forgets it as in `take_kept`."""
+        kept = self.take_kept()
+
+        def only(column: list[Any], chosen: bool) -> list[Any]:
+            return [value for i, value in enumerate(column) if (i == number) == chosen]
+
+        one, others = (
+            replace(
+                self,
+                batches=only(self.batches, chosen),
+                transitions=only(self.transitions, chosen),
+                outputs=only(self.outputs, chosen),
+                kept=only(kept, chosen),
+                trained=only(self.trained, chosen),
+                parts=only(self.parts, chosen),
+            )
+            for chosen in (True, False)
+        )
+        return one, others
+
     def drop(self, groups: set[int]) -> None:
         """Forget the trajectories of `groups`, and free what is kept of them."""
         stay = [i for i, batch in enumerate(self.batches) if batch.group not in groups]

@@ -21,7 +21,8 @@ from onetake.coefficients import Coefficients
 from onetake.ema import Ema
 from onetake.evaluation import Evaluation, evaluate
 from onetake.execution import EXECUTIONS, Execution, Recompute
-from onetake.execution.preflight import Preflight, drifted, preflight, recheck
+from onetake.execution.preflight import Preflight, preflight
+from onetake.execution.recheck import drifted, recheck
 from onetake.execution.sampling import deal, redeal, sample, score
 from onetake.memory import peak_mib, peak_rss_mib
 from onetake.metrics import Elapsed, Log, Stopwatch
@@ -176,8 +177,6 @@ class Run:
             rollout.add(self.sample(again, clock))
             self.score(rollout, clock)
             resampled += len(dead)
-        if number % self.recipe.recheck == 0 and number and self.execution.grad:
-            recheck(self.policy, rollout, number // self.recipe.recheck)
         self.saved_forwards += sum(rollout.trained)  # while sampling: no second forward
         columns = {**self._reward_columns(rollout), "resampled_groups": resampled}
         for repetition in range(self.recipe.updates_per_rollout):
@@ -228,6 +227,12 @@ class Run:
             ) from error
 
     @property
+    def rechecks(self) -> bool:
+        """Whether the gradient of the next update is one of those that are compared with recomputing."""
+        number = self.update // self.recipe.updates_per_rollout
+        return self.execution.grad and number > 0 and number % self.recipe.recheck_every(self.world.size) == 0
+
+    @property
     def penalised(self) -> bool:
         """Whether there is something to train without any advantage: a KL beside the objective."""
         return self.execution.kl is not None and not self.execution.kl.as_reward
@@ -241,8 +246,12 @@ class Run:
         assert rollout.advantages is not None
         coefficients = Coefficients(self.recipe.objective, rollout)
         with self.phase(clock, "backward"):
-            with self.recoveries.step():
-                execution.accumulate(self.policy, rollout, coefficients)
+            if execution is self.execution and self.rechecks:
+                with self.recoveries.recomputing():
+                    recheck(self.policy, execution, rollout, coefficients, self.recipe.objective)
+            else:
+                with self.recoveries.step():
+                    execution.accumulate(self.policy, rollout, coefficients)
             self.world.sum_gradients(self.parameters.values(), leaves(self.policy).values())
         coefficients.share(self.world.rows)
         if self.policy.version == rollout.version:
