@@ -14,7 +14,7 @@ from onetake.advantages import Advantages
 from onetake.coefficients import Coefficients
 from onetake.execution import EXECUTIONS, Recompute, Retain
 from onetake.execution.preflight import PreflightError
-from onetake.execution.recheck import DRIFT, drifted, recheck
+from onetake.execution.recheck import DRIFT, drifted
 from onetake.execution.sampling import RolloutConfig, deal, sample, score
 from onetake.metrics import Log
 from onetake.objectives import Grpo, Kl

@@ -32,24 +32,32 @@ _DRAWN = 4.0  # numbers that the estimate one level above counts for
 
 
 class Spread:
-    """Sums of squares of tensors of one shape, along rows (its first dimension), columns (all others) and as a whole."""
+    """Sums of squares of tensors of one shape, along rows (its first dimension), columns (all others) and as a whole.
 
-    def __init__(self, like: Tensor) -> None:
+    Each is there `draws` times, of which the mean counts.
+    """
+
+    def __init__(self, like: Tensor, draws: int = 1) -> None:
         rows, columns = _matrix(like).shape
-        self.shape = rows, columns
-        self.count = 0
+        self.shape, self.draws = (rows, columns), draws
+        self.count = 0  # of all that was added
         self.rows_R = torch.zeros(rows, dtype=torch.float64, device=like.device)
         self.columns_C = torch.zeros(columns, dtype=torch.float64, device=like.device)
 
     def add(self, tensor: Tensor) -> None:
         matrix_RC = _matrix(tensor)
         self.count += 1
-        self.rows_R += torch.linalg.vector_norm(matrix_RC, dim=1, dtype=torch.float64).square()
-        self.columns_C += torch.linalg.vector_norm(matrix_RC, dim=0, dtype=torch.float64).square()
+        self.rows_R += torch.linalg.vector_norm(matrix_RC, dim=1, dtype=torch.float64).square() / self.draws
+        self.columns_C += torch.linalg.vector_norm(matrix_RC, dim=0, dtype=torch.float64).square() / self.draws
+
+    @property
+    def terms(self) -> float:
+        """Tensors of one draw."""
+        return self.count / self.draws
 
     @property
     def whole(self) -> float:
-        """Σ of all squares."""
+        """Σ of all squares of one draw."""
         return float(self.rows_R.sum())
 
     def factors(self, prior: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -105,14 +113,16 @@ class Verdict:
 class Rounding:
     """What rounding may make of a gradient, tensor by tensor, from repetitions of the native one that differ by nothing else."""
 
-    def __init__(self) -> None:
+    def __init__(self, draws: int = 1) -> None:
+        """`draws` repetitions will be added of every event."""
+        self._draws = draws
         self._noise: dict[str, Spread] = {}
         self._size: dict[str, Spread] = {}
 
     def add(self, name: str, whole: Tensor, again: list[Tensor]) -> None:
-        """One event's gradient of a tensor, and the summands `again` whose sum is the same but for rounding."""
-        noise = self._noise.setdefault(name, Spread(whole))
-        size = self._size.setdefault(name, Spread(whole))
+        """One event's gradient of a tensor, and the summands `again` of a repetition, whose sum is the same but for rounding."""
+        noise = self._noise.setdefault(name, Spread(whole, self._draws))
+        size = self._size.setdefault(name, Spread(whole, self._draws))
         total = again[0]
         for summand in again[1:]:
             total = total + summand
@@ -123,15 +133,15 @@ class Rounding:
     @property
     def level(self) -> float:
         """The model's: mean square of rounding over that of the summands."""
-        size = sum(spread.whole * spread.count for spread in self._size.values())
+        size = sum(spread.whole * spread.terms for spread in self._size.values())
         return sum(spread.whole for spread in self._noise.values()) / size if size else 0.0
 
     def judge(self, name: str, found: Tensor, native: Tensor, level: float) -> Verdict:
         """Compare a tensor's gradient with the native one. `level` is the model's."""
         size, step = self._size[name], torch.finfo(found.dtype).eps
         size_R, size_C = size.factors()
-        size_R = size_R * math.sqrt(size.count)  # now Σ|summands| is at most row · column, on average over either
-        prior = level * size.count * size.whole / found.numel()
+        size_R = size_R * math.sqrt(size.terms)  # now Σ|summands| is at most row · column, on average over either
+        prior = level * size.terms * size.whole / found.numel()
         noise_R, noise_C = self._noise[name].factors(prior)
         worst, squares = _Entry(excess=0.0, place=0, limit=0.0), 0.0
         found_RC, native_RC = _matrix(found), _matrix(native)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from onetake.coefficients import Coefficients
 from onetake.execution.base import Execution
 from onetake.execution.compare_gradients import Rounding
+from onetake.noise import generator
 from onetake.policies import Policy, leaves
 from onetake.records import MicroBatch, Rollout, Transition
 
@@ -18,15 +19,16 @@ Repetition = Sequence[tuple[Tensor, float]]
 """Factors (B,) of an event's cotangents, each with the number that multiplies its gradient, so that they sum to the whole."""
 
 
-def by_rows(batch: MicroBatch) -> Repetition:
-    """Every other trajectory, then the rest: each is computed as before, only the sums over trajectories are rounded otherwise.
+def by_rows(batch: MicroBatch, draw: int = 0) -> Repetition:
+    """Half of the trajectories, then the rest: each is computed as before, only the sums over trajectories are rounded otherwise.
 
-    One alone is halved, which rounds nothing: what is left is what the kernels do not repeat.
+    First it is every other one, then it is random. One alone is halved, which rounds nothing: what is left is what the kernels
+    do not repeat.
     """
-    even = (torch.arange(len(batch.samples)) % 2 == 0).double()
-    if len(even) == 1:
-        even = even / 2
-    return [(even, 1.0), (1 - even, 1.0)]
+    samples = len(batch.samples)
+    order = torch.randperm(samples, generator=generator("halves", draw)) if draw else torch.arange(samples)
+    half = (order % 2 == 0).double() if samples > 1 else torch.full((1,), 0.5, dtype=torch.float64)
+    return [(half, 1.0), (1 - half, 1.0)]
 
 
 def scaled(batch: MicroBatch, factor: float) -> Repetition:
@@ -37,31 +39,38 @@ def scaled(batch: MicroBatch, factor: float) -> Repetition:
 class Native:
     """Σ ω ∇ℓ, and the KL's gradient, of the events that were added; p.grad is neither used nor touched."""
 
-    def __init__(self, policy: Policy, execution: Execution, rollout: Rollout, coefficients: Coefficients) -> None:
-        """In the order of roundings of `execution`: what it multiplies in after the backward is multiplied in after it here."""
+    def __init__(
+        self, policy: Policy, execution: Execution, rollout: Rollout, coefficients: Coefficients, draws: int = 1
+    ) -> None:
+        """In the order of roundings of `execution`: what it multiplies in after the backward is multiplied in after it here.
+
+        `draws` is how often every event's gradient will be repeated to see its rounding.
+        """
         self._policy, self._rollout, self._coefficients = policy, rollout, coefficients
         self._kl = execution.kl if execution.kl is not None and not execution.kl.as_reward else None
         self._late = execution.late
         self._leaves = leaves(policy)
         self._found: dict[str, Tensor] = {}
         self._direct: dict[str, Tensor] = {}  # of a KL whose division by the number of events is late
-        self.rounding = Rounding()
+        self.rounding = Rounding(draws)
         self.shift = 0.0  # largest |ℓ − ℓ_old| of an event, nats
 
     @property
     def gradients(self) -> dict[str, Tensor]:
         return _added(self._found, self._divided(self._direct))
 
-    def add(self, batch: MicroBatch, old: Transition, repetition: Repetition) -> None:
-        """One event, and its `repetition`: two or three forwards and backwards, twice that with a late KL."""
+    def add(self, batch: MicroBatch, old: Transition, repetitions: Sequence[Repetition]) -> None:
+        """One event, and its `repetitions`. A forward and backward for it and for each of their summands; two with a late KL."""
         found, direct = self._gradients(batch, old, torch.ones(len(batch.samples), dtype=torch.float64))
         self._found, self._direct = _added(self._found, found), _added(self._direct, direct)
-        again: list[dict[str, Tensor]] = []
-        for factor, multiplier in repetition:
-            summands, more = self._gradients(batch, old, factor)
-            again.append({n: g * multiplier for n, g in _added(summands, self._divided(more)).items()})
-        for name, gradient in _added(found, self._divided(direct)).items():
-            self.rounding.add(name, gradient, [summands[name] for summands in again])
+        whole = _added(found, self._divided(direct))
+        for repetition in repetitions:
+            again: list[dict[str, Tensor]] = []
+            for factor, multiplier in repetition:
+                summands, more = self._gradients(batch, old, factor)
+                again.append({n: g * multiplier for n, g in _added(summands, self._divided(more)).items()})
+            for name, gradient in whole.items():
+                self.rounding.add(name, gradient, [summands[name] for summands in again])
 
     def _gradients(
         self, batch: MicroBatch, old: Transition, factor: Tensor

@@ -11,7 +11,7 @@ were float32. And adapters that start at zero are woken for the check: beside B 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -30,6 +30,8 @@ from onetake.parallel.shard import DTensor
 from onetake.policies import Policy, leaves, trainable
 from onetake.records import Entry, MicroBatch, Rollout, Transition
 
+DRAWS = 8
+"""Repetitions of each event's gradient that measure its rounding where one makes a gradient look wrong."""
 FIRST = "the first micro-batch"
 WOKEN = 1e-3
 """Standard deviation of what all-zero trainable matrices hold during the check."""
@@ -91,15 +93,28 @@ def _verdicts(
     """On all events of the rollout; none on recomputing, which is what the others are held against."""
     if isinstance(execution, Recompute):
         return []
-    native = Native(policy, execution, rollout, coefficients)
-    for batch, transitions in zip(rollout.batches, rollout.transitions, strict=True):
-        for old in transitions:
-            native.add(batch, old, by_rows(batch))
+
+    def native(draws: int) -> Native:
+        made = Native(policy, execution, rollout, coefficients, draws)
+        for batch, transitions in zip(rollout.batches, rollout.transitions, strict=True):
+            for old in transitions:
+                made.add(batch, old, [by_rows(batch, draw) for draw in range(draws)])
+        return made
+
     return held_against(native, found, FIRST, execution)
 
 
-def held_against(native: Native, found: dict[str, Tensor], where: str, execution: Execution) -> list[Verdict]:
-    """The verdicts on `found`, worst first. Raises PreflightError if one is not rounding."""
+def held_against(
+    recomputed: Callable[[int], Native], found: dict[str, Tensor], where: str, execution: Execution
+) -> list[Verdict]:
+    """The verdicts on `found`, worst first, by `recomputed`, which repeats each event as often as its argument says.
+
+    Once is enough as a rule; but what few roundings say is luck, and nothing is refused before `DRAWS` have said it. Raises
+    PreflightError if one is not rounding.
+    """
+    native = recomputed(1)
+    if _wrong(native, found):
+        native = recomputed(DRAWS)
     missing = sorted(found.keys() ^ native.gradients.keys())
     if missing:
         which = "the execution" if missing[0] in native.gradients else "recomputing"
@@ -114,6 +129,12 @@ def held_against(native: Native, found: dict[str, Tensor], where: str, execution
             f"{wrong[0]}. {_advice(execution)}"
         )
     return verdicts
+
+
+def _wrong(native: Native, found: dict[str, Tensor]) -> bool:
+    if found.keys() != native.gradients.keys():
+        return True
+    return judge_all(found, native.gradients, native.rounding)[0].excess > 1
 
 
 def _advice(execution: Execution) -> str:
