@@ -1,11 +1,11 @@
-"""Plant faults into one tensor of an update's gradient and count what the checks catch; then run sound settings, and count false alarms.
+"""Plant faults into one tensor of an update's gradient and count what the checks catch; then count false alarms on sound settings.
 
     python benchmarks/planted_faults.py [--faults 100] [--sound 60] [--factors]
 
-Each fault (`tests/planted.py`: a wrong factor, an entry or row, a stale or missing gradient, events and trajectories missing, twice,
-misweighed or exchanged) is planted into one tensor, small or large, of a float64 toy or a tiny pipeline of the real
-classes, under retain and reweight. "pre-flight" runs before the first update, "recheck" in the middle of a run, with random advantages
-on weights that have moved; each fault must be caught by the pre-flight, and named with its tensor. `--factors` adds the smallest
+Each fault (`tests/planted.py`: a wrong factor, entry or row, a stale or missing gradient, events and trajectories missing, twice,
+misweighed or exchanged) is planted into one tensor, small or large, of a float64 toy or a tiny pipeline of the real classes,
+under retain and reweight. "pre-flight" runs before the first update, "recheck" in the middle of a run, with random advantages on
+weights that have moved; each fault must be caught by the pre-flight, and named with its tensor. `--factors` adds the smallest
 wrong factors that are caught.
 """
 
@@ -18,13 +18,14 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
 import torch
 from diffusers.utils.logging import disable_progress_bar
 from torch import Tensor
+from transformers.utils.logging import disable_progress_bar as disable_transformers_bar
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from onetake.coefficients import Coefficients
@@ -138,10 +139,10 @@ def gradient(setting: Setting, seed: int = 0) -> dict[str, Tensor]:
     return found
 
 
-def planted(count: int) -> Iterator[tuple[Setting, str, str, str, Fault]]:
-    """`count` of (setting, the tensor's kind and name, the fault's name, the fault), every fault and setting about equally often."""
-    places = [(setting, kind, name) for setting in FAULTY for kind, name in targets(gradient(setting)).items()]
-    names = {setting: itertools.cycle(_rotated(list(faults(setting)), 5 * i)) for i, setting in enumerate(FAULTY)}
+def planted(count: int, settings: Sequence[Setting] = FAULTY) -> Iterator[tuple[Setting, str, str, str, Fault]]:
+    """`count` of (setting, the tensor's kind and name, the fault's name, the fault), all of them about equally often."""
+    places = [(setting, kind, name) for setting in settings for kind, name in targets(gradient(setting)).items()]
+    names = {setting: itertools.cycle(_rotated(list(faults(setting)), 5 * i)) for i, setting in enumerate(settings)}
     stride = next(n for n in range(int(len(places) * 0.38), len(places)) if math.gcd(n, len(places)) == 1)
     for number in range(count):
         setting, kind, name = places[number * stride % len(places)]
@@ -163,10 +164,10 @@ def caught(check: str, setting: Setting, name: str, fault: Fault) -> tuple[bool,
     return False, faulty.changed, "nothing"
 
 
-def plant(count: int) -> dict[str, int]:
+def plant(count: int, settings: Sequence[Setting] = FAULTY) -> dict[str, int]:
     """Plant `count` faults; print every miss, and return how many each check caught."""
     found = dict.fromkeys(CHECKS, 0)
-    for setting, kind, name, fault, function in planted(count):
+    for setting, kind, name, fault, function in planted(count, settings):
         for check in CHECKS:
             is_caught, size, said = caught(check, setting, name, function)
             found[check] += is_caught
@@ -216,6 +217,7 @@ def print_factors() -> None:
 def quiet() -> None:
     """What the libraries say about tiny models and each other."""
     disable_progress_bar()
+    disable_transformers_bar()
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
 

@@ -6,8 +6,8 @@ gradient's dtype at the size of the summands. Both come from the native gradient
 that only rounding can differ, event by event (`native`): so a gradient that cancels is measured by what cancelled.
 
 What is known of one entry's rounding is a handful of numbers. It is taken as row · column / whole of root mean squares, as sums of
-products have it, which a weight's gradient is; where there are few numbers, a row's is drawn towards the tensor's, and the
-tensor's towards the model's.
+products have it, which a weight's gradient is; where there are few numbers, its share of the summands is drawn towards the
+tensor's, and the tensor's towards the model's.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-ENTRY = 16.0
+ENTRY = 32.0
 """Standard deviations of rounding that one entry may be off. A billion normal entries stay within 7; the rest is for what the
-product of row and column misses, and for deviations that are known from few events."""
+product of row and column misses (with n summands in an entry it may be √n too small), and for deviations known from few events."""
 TENSOR = 6.0
 """And that a whole tensor may: its root mean square has thinner tails, but one rounding early in a backward moves much of it."""
 STEPS = 4.0
 """Rounding steps of the gradient's dtype, at its summands' size, that an entry may be off; a quarter of it a whole tensor."""
+Number = TypeVar("Number", float, Tensor)
 _DRAWN = 4.0  # numbers that the estimate one level above counts for
 
 
@@ -60,21 +61,20 @@ class Spread:
         """Σ of all squares of one draw."""
         return float(self.rows_R.sum())
 
-    def factors(self, prior: float = 0.0) -> tuple[Tensor, Tensor]:
-        """(R,) and (C,) whose products are the roots of the entries' sums of squares.
-
-        `prior` is what an entry's sum would be if nothing were known of this tensor.
-        """
+    def means(self) -> tuple[Tensor, Tensor, float]:
+        """(R,), (C,) and a number: the mean over a row's, a column's and all entries of their sums of squares."""
         rows, columns = self.shape
-        whole = _drawn(self.whole / (rows * columns), rows * columns * self.count, prior)
-        if whole == 0:
-            return torch.zeros_like(self.rows_R), torch.zeros_like(self.columns_C)
-        of_row = _drawn(self.rows_R / columns, columns * self.count, whole)
-        of_column = _drawn(self.columns_C / rows, rows * self.count, whole)
-        return of_row.sqrt(), (of_column / whole).sqrt()
+        return self.rows_R / columns, self.columns_C / rows, self.whole / (rows * columns)
 
 
-def _drawn(found: Any, numbers: int, towards: float) -> Any:
+def _factors(rows_R: Tensor, columns_C: Tensor, whole: float) -> tuple[Tensor, Tensor]:
+    """(R,) and (C,) whose products are the roots of the entries' sums of squares, as if these were row · column / whole."""
+    if whole == 0:
+        return torch.zeros_like(rows_R), torch.zeros_like(columns_C)
+    return rows_R.sqrt(), (columns_C / whole).sqrt()
+
+
+def _drawn(found: Number, numbers: int, towards: Number) -> Number:
     """A mean of squares, known from that many numbers, drawn towards what is known one level above."""
     return (numbers * found + _DRAWN * towards) / (numbers + _DRAWN)
 
@@ -136,13 +136,25 @@ class Rounding:
         size = sum(spread.whole * spread.terms for spread in self._size.values())
         return sum(spread.whole for spread in self._noise.values()) / size if size else 0.0
 
+    def _factors_of(self, name: str, level: float) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Row and column factors, of the size of Σ|summands| in an entry, and of the deviation of its rounding."""
+        size, noise = self._size[name], self._noise[name]
+        (rows, columns), found = size.shape, noise.count
+        size_R, size_C, size_whole = (
+            size.means()
+        )  # times their number below: (Σ|summands|)² is no more than that Σ of squares
+        noise_R, noise_C, noise_whole = noise.means()
+        noise_whole = float(_drawn(noise_whole, rows * columns * found, level * size.terms * size_whole))
+        share = noise_whole / size_whole if size_whole else 0.0
+        noise_R = _drawn(noise_R, columns * found, share * size_R)
+        noise_C = _drawn(noise_C, rows * found, share * size_C)
+        size_R, size_C = _factors(size.terms * size_R, size_C, size_whole)
+        return (size_R, size_C), _factors(noise_R, noise_C, noise_whole)
+
     def judge(self, name: str, found: Tensor, native: Tensor, level: float) -> Verdict:
         """Compare a tensor's gradient with the native one. `level` is the model's."""
-        size, step = self._size[name], torch.finfo(found.dtype).eps
-        size_R, size_C = size.factors()
-        size_R = size_R * math.sqrt(size.terms)  # now Σ|summands| is at most row · column, on average over either
-        prior = level * size.terms * size.whole / found.numel()
-        noise_R, noise_C = self._noise[name].factors(prior)
+        step = torch.finfo(found.dtype).eps
+        (size_R, size_C), (noise_R, noise_C) = self._factors_of(name, level)
         worst, squares = _Entry(excess=0.0, place=0, limit=0.0), 0.0
         found_RC, native_RC = _matrix(found), _matrix(native)
         for first, last in _blocks(*found_RC.shape):

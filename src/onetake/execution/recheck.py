@@ -16,9 +16,9 @@ from onetake.objectives import Objective
 from onetake.policies import Policy, leaves
 from onetake.records import Rollout
 
-COST = 2.0
+COST = 3.0
 """Updates that comparing every micro-batch of an update would take, at most: each selected event runs forward and backward twice
-more. `python benchmarks/recheck.py` measures it."""
+more, and nine times more where one repetition was not enough. `python benchmarks/recheck.py` measures it."""
 SHARE = 0.01
 """Of a run's time that rechecking may take by default."""
 
