@@ -265,9 +265,9 @@ def test_by_default_rechecks_take_a_hundredth_of_the_time():
 
 def test_planted_faults_are_caught_and_sound_settings_pass(capsys):
     """A part of them; all of them are slow."""
-    settings = [TOY, *(s for s in bench.FAULTY if s.dtype == "bfloat16" and s.case != "sd3")]
-    assert bench.plant(20, settings)["pre-flight"] == 20, capsys.readouterr().out
-    assert bench.sound(4)[0] == 0, capsys.readouterr().out
+    settings = [TOY, *(s for s in bench.FAULTY if s.dtype == "bfloat16" and s.case == "wan-2.1")]
+    assert bench.plant(12, settings)["pre-flight"] == 12, capsys.readouterr().out
+    assert bench.sound(3)[0] == 0, capsys.readouterr().out
 
 
 @pytest.mark.slow
