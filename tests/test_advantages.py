@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from onetake.advantages import Advantages, dead_groups
+from onetake.advantages import ROUNDINGS, Advantages, dead_groups
 
 REWARDS = torch.tensor([[0.0, 1.0, 1.0, 0.5], [0.1, 0.1, 0.1, 0.1], [2.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
 
@@ -103,3 +103,73 @@ def test_a_group_without_spread_in_any_reward_is_zero(aggregation):
     found = Advantages(aggregation=aggregation, eps=0.0)(rewards, torch.tensor([1.0, 0.3]))
     assert found[0].tolist() == [0, 0, 0]
     assert dead_groups(found).tolist() == [True, False]
+
+
+# Rounding
+
+MODES = ["group", "global", "max_group", "none"]
+AGGREGATIONS = ["sum_then_normalize", "normalize_then_sum"]
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("std", MODES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [1e-3, 0.3, 17.0])
+def test_one_rounding_step_is_no_spread(size, dtype, std, aggregation):
+    """A group one step apart is dead, with eps 0 too; one that is four steps apart at its largest score is alive."""
+    score = torch.tensor(size, dtype=dtype)
+    close, apart = torch.nextafter(score, score + 1), score * (1 + 4 * torch.finfo(dtype).eps)
+    rewards = torch.stack([torch.stack([score, close, score]), torch.stack([score, apart, score])])
+    assert not dead_groups(rewards).any()
+    found = Advantages(std=std, eps=0.0, aggregation=aggregation)(rewards)
+    assert found[0].tolist() == [0, 0, 0]
+    assert found[1, 1] > 0
+    assert found.isfinite().all()
+    alone = Advantages(std=std, eps=0.0, aggregation=aggregation)(rewards[:1])
+    assert alone.tolist() == [[0, 0, 0]]
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("std", MODES)
+def test_sums_that_differ_by_rounding_are_equal(std, aggregation):
+    """0.1 + 0.2 is one step beside 0.3: as a reward of Python floats, and as a sum of rewards."""
+    assert 0.1 + 0.2 != 0.3
+    advantages = Advantages(std=std, eps=0.0, aggregation=aggregation)
+    assert not advantages(torch.tensor([[0.1 + 0.2, 0.3, 0.3]], dtype=torch.float64)).any()
+    if aggregation == "sum_then_normalize":
+        parts = torch.tensor([[[0.1, 0.3, 0.0]], [[0.2, 0.0, 0.3]]], dtype=torch.float64)
+        assert not advantages(parts, torch.ones(2)).any()
+        assert advantages(parts, torch.tensor([1.0, 1.0 + 1e-12], dtype=torch.float64)).any()
+
+
+@pytest.mark.parametrize("std", MODES)
+def test_a_sum_is_known_as_well_as_its_summands(std):
+    """A bfloat16 reward one step apart stays dead beside a float64 one without spread, whatever the weights."""
+    coarse = torch.tensor([[1.0, 1.0078125, 1.0]])
+    rewards, steps = torch.stack([coarse, torch.full((1, 3), 5.0)]).double(), torch.tensor([2.0**-7, 2.0**-52])
+    for aggregation in AGGREGATIONS:
+        advantages = Advantages(std=std, eps=0.0, aggregation=aggregation)
+        for weights in (torch.tensor([1.0, 0.5]), torch.tensor([-3.0, 1.0])):
+            assert not advantages(rewards, weights, steps).any()
+            assert advantages(rewards, weights, steps[1].expand(2)).any()
+
+
+def test_normalised_rewards_that_cancel_leave_rounding_not_advantages():
+    """Reward 1 is 0.3 minus three times reward 0: the two advantages cancel to rounding, which eps 0 would blow up to 1."""
+    one = torch.tensor([[0.1, 0.2, 0.4, 0.15], [0.3, 0.1, 0.7, 0.2]], dtype=torch.float64)
+    rewards = torch.stack([one, 0.3 - 3 * one])
+    found = Advantages(eps=0.0, aggregation="normalize_then_sum")(rewards, torch.ones(2))
+    assert not found.any()
+
+
+def test_best_of_leaves_dead_groups_dead():
+    rewards = torch.tensor([[0.3, 0.1 + 0.2, 0.3, 0.3], [0.0, 1.0, 2.0, 3.0]], dtype=torch.float64)
+    found = Advantages(best_of=1, eps=0.0)(rewards)
+    assert found[0].tolist() == [0] * 4
+    assert found[1].nonzero().flatten().tolist() == [0, 3]
+
+
+def test_whole_numbers_are_exact():
+    """Counts far above what float32 tells apart."""
+    assert Advantages(eps=0.0)(torch.tensor([[2**40, 2**40 + 1]])).tolist() == [[-1, 1]]
+    assert ROUNDINGS == 2

@@ -156,7 +156,7 @@ def test_model_calls_are_counted_exactly(execution, again, guidance, way):
         (torch.float32, Retain, 0),
         (torch.float32, Reweight, 1e-5),
         (torch.bfloat16, Retain, 0),
-        (torch.bfloat16, Reweight, 0.03),  # LeanGRPO's band for bfloat16
+        (torch.bfloat16, Reweight, 1e-5),  # coefficients that are powers of two round nothing in any dtype
     ],
 )
 @pytest.mark.parametrize("guidance", [1.0, 3.0])

@@ -299,7 +299,7 @@ def test_products_run_in_the_recipes_dtype(policy, execution):
     _, products = watched(mixed, execution)
     assert {("addmm", torch.bfloat16), ("mm", torch.float32)} <= products
     (event,) = {(old.mean.dtype, old.log_prob.dtype, old.velocity.dtype) for old in events(mixed)}
-    assert event == (torch.float32, torch.float32, torch.bfloat16)
+    assert event == (torch.float32, torch.float64, torch.bfloat16)
 
 
 def events(policy: DiffusionPolicy) -> list:

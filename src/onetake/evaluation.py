@@ -115,7 +115,7 @@ def evaluate(
         samples=list(range(config.samples)) * len(parts),
         images=torch.cat([everyone[place][0] for place in range(len(chosen))]),
         scores=torch.cat([task.rewards.total(part) for part in parts]),
-        rewards={name: float(torch.cat([part[name] for part in parts]).mean()) for name in parts[0]},
+        rewards={name: float(torch.cat([part[name] for part in parts]).double().mean()) for name in parts[0]},
         success_at=task.success_at,
         seconds=time.perf_counter() - start,
     )

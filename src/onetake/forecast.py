@@ -311,7 +311,12 @@ class _Watched:
 
     def __init__(self, execution: Execution, memory: LiveBytes) -> None:
         self._execution, self._memory = execution, memory
-        self.kl, self.grad, self.accumulate = execution.kl, execution.grad, execution.accumulate
+        self.kl, self.grad, self.late, self.accumulate = (
+            execution.kl,
+            execution.grad,
+            execution.late,
+            execution.accumulate,
+        )
         self.alive: list[int] = []
         """After each event."""
         self._peaks: list[int] = [0]

@@ -31,6 +31,9 @@ class OptimizerConfig(Config):
 
 _NORMS = "recent gradient norms"
 RECENT = 20  # gradient norms that say what is normal; half of them must be there before an update can be abnormal
+NOISE = torch.finfo(torch.float32).eps
+"""Of the recent norms' median: a gradient below it is what rounding leaves of summands that cancel. Adam's step does not shrink
+with the gradient, so one of noise would be as long as any other, along old momentum."""
 
 
 class Optimizer:
@@ -54,7 +57,7 @@ class Optimizer:
         return self._config.learning_rate * warmed
 
     def step(self, update: int) -> dict[str, float]:
-        """Clip, step, and clear the gradients; an abnormal gradient is cleared without a step.
+        """Clip, step, and clear the gradients; one that is abnormal, zero or mere rounding is cleared without a step.
 
         Raises ValueError if the gradient is not finite; nothing is changed then.
         """
@@ -64,7 +67,7 @@ class Optimizer:
             raise ValueError(
                 f"update {update + 1}: the gradient's norm is {norm}; nothing was changed, the last checkpoint stands"
             )
-        if self._abnormal(norm):
+        if self._noise(norm) or self._abnormal(norm):
             return {**self.skip(), "grad_norm": norm}
         limit = self._config.max_grad_norm
         if limit is not None:
@@ -87,6 +90,22 @@ class Optimizer:
         """Clear the gradients and leave weights and moments as they are."""
         self._adam.zero_grad(set_to_none=True)
         return {"skipped": 1, "grad_norm": 0.0, "grad_norm_clipped": 0.0, "step_norm": 0.0, "learning_rate": 0.0}
+
+    def why_skipped(self, norm: float) -> str:
+        """What `step` found wrong with a gradient of this norm."""
+        if norm == 0:
+            return "its gradient is zero in every trainable tensor"
+        if self._noise(norm):
+            usual = statistics.median(self._norms)
+            return f"its gradient norm {norm:.3g} is rounding beside the median of the last ones, {usual:.3g}"
+        return (
+            f"its gradient norm {norm:.3g} is more than {self._config.abnormal:g} times the median of the last ones "
+            "(optimizer.abnormal)"
+        )
+
+    def _noise(self, norm: float) -> bool:
+        """Whether `norm` is zero, or rounding beside the recent ones. It does not count among them: no level to get used to."""
+        return norm <= NOISE * (statistics.median(self._norms) if self._norms else 0.0)
 
     def _abnormal(self, norm: float) -> bool:
         """Whether `norm` is far above the recent ones. It counts among them either way, so that a new level is accepted."""

@@ -12,6 +12,7 @@ from onetake.advantages import Advantages
 from onetake.checkpoint import CheckpointConfig
 from onetake.ema import EmaConfig
 from onetake.evaluation import EvaluationConfig
+from onetake.execution.recheck import default_interval
 from onetake.execution.sampling import RolloutConfig
 from onetake.memory import parse_budget
 from onetake.objectives import Grpo, Kl, ObjectiveConfig
@@ -44,8 +45,11 @@ class Recipe(Config):
     ema: EmaConfig | None = None
     updates: int = Field(default=100, ge=1, description="optimizer steps of the run")
     updates_per_rollout: int = Field(default=1, ge=1, description="the first by `execution`, further ones by recompute")
-    recheck: int = Field(
-        default=25, ge=1, description="rollouts between two re-scorings of an event under retain and reweight"
+    recheck: int | None = Field(
+        default=None,
+        ge=1,
+        description="rollouts between two comparisons of a micro-batch's gradient with the native one, under retain and reweight; "
+        "None: as many as make it 1% of the time",
     )
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -66,6 +70,11 @@ class Recipe(Config):
     @property
     def rollouts(self) -> int:
         return self.updates // self.updates_per_rollout
+
+    def recheck_every(self, ranks: int) -> int:
+        """Rollouts between two comparisons of gradients."""
+        size = self.rollout
+        return self.recheck or default_interval(size.groups * size.group_size // (size.micro_batch * ranks))
 
     def problems(self, ranks: int = 1) -> list[str]:
         """All reasons why the run could not work on `ranks` processes, in the recipe's words; empty if there are none."""

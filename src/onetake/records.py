@@ -89,7 +89,7 @@ class MicroBatch:
 class Transition:
     """Event k of a micro-batch: x_k → x_{k+1} ~ N(mean, std²), scored under the current weights.
 
-    ``log_prob`` (B,) is in nats, summed over dims, float32 or wider, and 0 in rows where the event is not stochastic.
+    ``log_prob`` (B,) is in nats, summed over dims in float64, and 0 in rows where the event is not stochastic.
     It carries a graph when the model ran with gradients. ``sample`` and ``action`` are exactly what the model saw and
     what the next step will see, in their storage dtype. ``velocity`` is what the model answered, without graph.
     """
@@ -111,9 +111,9 @@ class Transition:
         return self.action[0].numel() - self.overwritten
 
     def kl(self, other_mean: Tensor) -> Tensor:
-        """(B,) KL divergence ‖μ − μ'‖²/(2S²) in nats to the same event of a policy with mean μ' (no graph), over the true S²."""
+        """(B,) float64 KL divergence ‖μ − μ'‖²/(2S²) in nats to the same event of a policy with mean μ' (no graph)."""
         shift = (self.mean - other_mean.detach()) / self.std
-        return torch.where(self.rows, 0.5 * shift.square().flatten(1).sum(1), 0)
+        return torch.where(self.rows, 0.5 * shift.square().flatten(1).sum(1, dtype=torch.float64), 0)
 
     def detached(self) -> Transition:
         return replace(self, mean=self.mean.detach(), log_prob=self.log_prob.detach())
@@ -158,6 +158,27 @@ class Rollout:
         kept, self.kept = self.kept, []
         assert len(kept) == len(self.batches), "accumulated twice, or not sampled under this execution"
         return kept
+
+    def parted(self, number: int) -> tuple[Rollout, Rollout]:
+        """Micro-batch `number`, and all others; what was kept goes with them, and this rollout forgets it as in `take_kept`."""
+        kept = self.take_kept()
+
+        def only(column: list[Any], chosen: bool) -> list[Any]:
+            return [value for i, value in enumerate(column) if (i == number) == chosen]
+
+        one, others = (
+            replace(
+                self,
+                batches=only(self.batches, chosen),
+                transitions=only(self.transitions, chosen),
+                outputs=only(self.outputs, chosen),
+                kept=only(kept, chosen),
+                trained=only(self.trained, chosen),
+                parts=only(self.parts, chosen),
+            )
+            for chosen in (True, False)
+        )
+        return one, others
 
     def drop(self, groups: set[int]) -> None:
         """Forget the trajectories of `groups`, and free what is kept of them."""

@@ -262,8 +262,17 @@ def _watcher(recipe: Recipe, say: Callable[[str], None], show: Callable[[str, in
     """Prints evaluations and the pre-flight's findings, and keeps the bar's text at the latest update."""
 
     def preflight(found: Preflight) -> None:
-        error = f", gradient equals native to {found.gradient_error:.0e}" if found.gradient_error else ""
-        say(f"pre-flight: events {found.events} re-scored by {found.way}: equal latents and velocities, ratio 1{error}")
+        say(f"pre-flight: events {found.events} re-scored by {found.way}: equal latents and velocities, ratio 1")
+        if found.closest is not None:
+            say(
+                f"pre-flight: every tensor's gradient equals the native one ({found.gradient_error:.0e} apart; at most "
+                f"{found.closest.excess:.0%} of what rounding may do, in {found.closest.name})"
+            )
+        if found.silent:
+            say(
+                f"pre-flight: the gradient of {len(found.silent)} trainable tensors is zero, so nothing will train them: "
+                f"{', '.join(found.silent[:3])}{' …' if len(found.silent) > 3 else ''}"
+            )
         for model in found.unreached:
             say(f"pre-flight: no event of the first update runs {model}, so nothing is known of its gradient")
         say(recipe.objective.limit(found.dims))

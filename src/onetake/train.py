@@ -21,7 +21,8 @@ from onetake.coefficients import Coefficients
 from onetake.ema import Ema
 from onetake.evaluation import Evaluation, evaluate
 from onetake.execution import EXECUTIONS, Execution, Recompute
-from onetake.execution.preflight import Preflight, drifted, preflight, recheck
+from onetake.execution.preflight import Preflight, preflight
+from onetake.execution.recheck import drifted, recheck
 from onetake.execution.sampling import deal, redeal, sample, score
 from onetake.memory import peak_mib, peak_rss_mib
 from onetake.metrics import Elapsed, Log, Stopwatch
@@ -176,8 +177,6 @@ class Run:
             rollout.add(self.sample(again, clock))
             self.score(rollout, clock)
             resampled += len(dead)
-        if number % self.recipe.recheck == 0 and number and self.execution.grad:
-            recheck(self.policy, rollout, number // self.recipe.recheck)
         self.saved_forwards += sum(rollout.trained)  # while sampling: no second forward
         columns = {**self._reward_columns(rollout), "resampled_groups": resampled}
         for repetition in range(self.recipe.updates_per_rollout):
@@ -227,6 +226,17 @@ class Run:
                 f"policy.gradient_checkpointing: true; the last checkpoint stands. ({error})"
             ) from error
 
+    @property
+    def rechecks(self) -> bool:
+        """Whether the gradient of the next update is one of those that are compared with recomputing."""
+        number = self.update // self.recipe.updates_per_rollout
+        return self.execution.grad and number > 0 and number % self.recipe.recheck_every(self.world.size) == 0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether there is something to train without any advantage: a KL beside the objective."""
+        return self.execution.kl is not None and not self.execution.kl.as_reward
+
     def dead(self, rollout: Rollout) -> set[int]:
         """Groups whose advantages are all zero."""
         assert rollout.advantages is not None
@@ -236,14 +246,18 @@ class Run:
         assert rollout.advantages is not None
         coefficients = Coefficients(self.recipe.objective, rollout)
         with self.phase(clock, "backward"):
-            with self.recoveries.step():
-                execution.accumulate(self.policy, rollout, coefficients)
+            if execution is self.execution and self.rechecks:
+                with self.recoveries.recomputing():
+                    recheck(self.policy, execution, rollout, coefficients, self.recipe.objective)
+            else:
+                with self.recoveries.step():
+                    execution.accumulate(self.policy, rollout, coefficients)
             self.world.sum_gradients(self.parameters.values(), leaves(self.policy).values())
         coefficients.share(self.world.rows)
         if self.policy.version == rollout.version:
             drifted(coefficients.shift, rollout.transitions[0][0].dims)
         with self.phase(clock, "optimizer"):
-            live = bool(rollout.advantages.any())  # momentum would move the weights even on a zero gradient
+            live = bool(rollout.advantages.any()) or self.penalised
             stepped = self.optimizer.step(self.update) if live else self.optimizer.skip()
         self.update += 1
         self.policy.version += 1
@@ -274,10 +288,7 @@ class Run:
         if not live:
             self.watch.say(f"update {self.update}: all groups are dead (equal rewards), so nothing was trained")
         elif stepped["skipped"]:
-            self.watch.say(
-                f"update {self.update}: skipped, its gradient norm {stepped['grad_norm']:.3g} is more than "
-                f"{self.recipe.optimizer.abnormal:g} times the median of the last ones (optimizer.abnormal)"
-            )
+            self.watch.say(f"update {self.update}: skipped, {self.optimizer.why_skipped(stepped['grad_norm'])}")
 
     def evaluate(self) -> Evaluation | None:
         """By all ranks, for rank 0."""
@@ -331,11 +342,14 @@ class Run:
     def _reward_columns(self, rollout: Rollout) -> dict[str, Any]:
         rewards = rollout.rewards
         assert rewards is not None
+        dead = self.dead(rollout)
+        differing = {int(group) for scores in rollout.scores.values() for group in (~dead_groups(scores)).nonzero()}
         columns: dict[str, Any] = {
             "score_mean": float(rewards.mean()),
             "score_spread": float(rewards.std(1, correction=0).mean()),
             "rewards": {name: float(scores.mean()) for name, scores in rollout.scores.items()},
-            "dead_groups": len(self.dead(rollout)),
+            "dead_groups": len(dead),
+            "dead_by_rounding": len(dead & differing),
         }
         if self.execution.kl is not None:
             assert rollout.kl is not None

@@ -2,7 +2,7 @@
 
 Conventions: x_σ = (1−σ)x₀ + σε, v = ε − x₀, sigmas fall from σ_0 ≤ 1 to σ_T = 0, Δ = σ_{k+1} − σ_k < 0. Every kernel's
 mean is linear in the sample and the velocity, so a kernel states three numbers: mean = a·x + b·v, and std, where std is
-the transition's total standard deviation (√(−Δ) included). The arithmetic is float32 whatever the model's dtype.
+the transition's total standard deviation (√(−Δ) included). Sampling is float32 whatever the model's dtype, densities float64.
 """
 
 from __future__ import annotations
@@ -99,7 +99,10 @@ def mean_std(kernel: Kernel, x: Tensor, v: Tensor, sigmas: Sequence[float], k: i
 
 
 def log_prob(action: Tensor, mean: Tensor, std: float) -> Tensor:
-    """(B,) log-density in nats, summed over dims: Σ [−(x'−μ)²/(2S²) − ln S − ½ ln 2π].
+    """(B,) float64 log-density in nats, summed over dims: Σ [−(x'−μ)²/(2S²) − ln S − ½ ln 2π].
+
+    The sum of 10⁶ dimensions is some 10⁶ nats, of which a float32 holds no more than a tenth of a nat; what counts is its
+    change, a few nats. So every term is float64, and a `mean` that was rounded to float32 is off by 10⁻⁴ nats there.
 
     Raises ValueError for a deterministic transition, whose density does not exist (it is not zero).
     """
@@ -107,8 +110,9 @@ def log_prob(action: Tensor, mean: Tensor, std: float) -> Tensor:
         raise ValueError(
             "a deterministic transition (std 0) has no log_prob: select it as an ODE step, not as an event"
         )
-    scaled = (action.to(mean.dtype) - mean) / std
-    return -(0.5 * scaled.square() + (math.log(std) + 0.5 * math.log(2 * math.pi))).flatten(1).sum(1)
+    scaled = (action.double() - mean.double()) / std
+    constant = action[0].numel() * (math.log(std) + 0.5 * math.log(2 * math.pi))
+    return -0.5 * scaled.square().flatten(1).sum(1) - constant
 
 
 def gain(kernel: Kernel, sigmas: Sequence[float], k: int) -> float:

@@ -20,6 +20,8 @@ class Execution(Protocol):
     """Divergence from the reference, measured at sampling; a direct term beside the objective unless it is a reward."""
     grad: bool
     """Whether selected events run with gradients during sampling."""
+    late: bool
+    """Whether what the reward decides is multiplied in after the backward, which in the model's dtype is rounded otherwise."""
 
     def observing(self, policy: Policy, batch: MicroBatch) -> AbstractContextManager[tuple[Observer, Any]]:
         """Inside, the policy samples `batch` and hands each event to the yielded observer: drop, keep, or bank it.

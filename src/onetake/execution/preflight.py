@@ -1,11 +1,18 @@
-"""Before the first update: is what will be trained what was sampled, and does the gradient reach every trainable tensor?
+"""Before the first update: is what will be trained what was sampled, and is its gradient the native one, tensor by tensor?
 
 Mean log-probs hide errors (a velocity off by 0.05 can move ℓ/D by 1e-5), so samples, velocities and log-probs are compared
-element by element, on unchanged weights, for every event that the first update selects.
+element by element, on unchanged weights, for every event that the first update selects. Norms hide them too: gradients are
+compared entry by entry (`compare_gradients`).
+
+The gradient that is compared has coefficients of its own, powers of two times the events' weights. Multiplying by those rounds
+nothing, so that an execution which multiplies them in after a bfloat16 backward agrees with one which did before as if all
+were float32. And adapters that start at zero are woken for the check: beside B = 0 any gradient of A would do.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,20 +20,21 @@ from torch import Tensor, nn
 
 from onetake.coefficients import Coefficients
 from onetake.execution.base import Execution
+from onetake.execution.compare_gradients import Verdict, judge_all, relative_error
+from onetake.execution.native import Native, by_rows, set_aside
 from onetake.execution.recompute import Recompute
 from onetake.execution.sampling import sample
-from onetake.objectives import Objective
-from onetake.policies import Policy, leaves
+from onetake.noise import generator
+from onetake.objectives import Kl, Objective
+from onetake.parallel.shard import DTensor
+from onetake.policies import Policy, leaves, trainable
 from onetake.records import Entry, MicroBatch, Rollout, Transition
 
-GRADIENT_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Relative L2 that rounding may put between executions, by the coarsest dtype the model computes in. A gradient given to the
-wrong row is off by about 1; LeanGRPO reports 2 % for reweight in bfloat16, and 3 % between two native runs."""
-
-
-DRIFT = 1e-6
-"""Largest |ℓ − ℓ_old| per dimension on unchanged weights; published clip ranges begin at 2e-6, storing a latent in bfloat16 after
-it was scored moves ℓ by 6e-6 and more."""
+DRAWS = 8
+"""Repetitions of each event's gradient that measure its rounding where one makes a gradient look wrong."""
+FIRST = "the first micro-batch"
+WOKEN = 1e-3
+"""Standard deviation of what all-zero trainable matrices hold during the check."""
 
 
 class PreflightError(ValueError):
@@ -41,61 +49,144 @@ class Preflight:
     events: list[int]
     dims: int  # D of one trajectory
     gradient_error: float  # relative L2 distance of the execution's gradient to the native one
+    closest: Verdict | None  # of all tensors, on the gradient that came closest to what rounding cannot do
+    silent: list[str]  # trainable tensors whose gradient is zero: nothing will train them
     unreached: list[str]  # of several models that share the noise levels, those that no event of this update runs
 
 
 def preflight(policy: Policy, execution: Execution, objective: Objective, batches: list[MicroBatch]) -> Preflight:
-    """Check the policy and the execution on the micro-batches of an update, and leave no gradient behind.
+    """Check the policy and the execution on the micro-batches of an update; weights and p.grad are left as they were.
 
     Raises PreflightError naming the cause: another velocity, latent or log_prob at re-scoring, a trainable tensor without a
-    finite gradient, or an execution whose gradient is not the native one.
+    finite gradient, or one whose gradient under the execution is not the native one.
     """
     chosen = [replace(batch, first=0) for batch in _covering(batches)]
-    rollout = sample(policy, execution, chosen)
-    policy.way = _choose_way(policy, rollout)
-    _check_shared_prefix(policy, rollout, batches)
-    rollout.advantages = _alternating(rollout)
-    execution.accumulate(policy, rollout, Coefficients(objective, rollout))
-    unreached = _unreached(policy)
-    found = _taken_gradients(policy)
+    own = execution.kl
+    with set_aside(leaves(policy)), _awake(policy):
+        execution.kl = _beside(own, chosen)
+        try:
+            rollout = sample(policy, execution, chosen)
+            policy.way = _choose_way(policy, rollout)
+            _check_shared_prefix(policy, rollout, batches)
+            rollout.advantages = _alternating(rollout)
+            coefficients = _PowersOfTwo(objective, rollout)
+            execution.accumulate(policy, rollout, coefficients)
+            unreached = unreached_models(policy)
+            found = taken_gradients(policy, FIRST, without=unreached)
+            verdicts = _verdicts(policy, execution, rollout, coefficients, found)
+        finally:
+            execution.kl = own
+    return Preflight(
+        way=policy.way,
+        events=sorted({k for batch in chosen for k in batch.events}),
+        dims=rollout.transitions[0][0].dims,
+        gradient_error=relative_error(verdicts),
+        closest=verdicts[0] if verdicts else None,
+        silent=[name for name, gradient in found.items() if not gradient.any()],
+        unreached=unreached,
+    )
+
+
+def _verdicts(
+    policy: Policy, execution: Execution, rollout: Rollout, coefficients: Coefficients, found: dict[str, Tensor]
+) -> list[Verdict]:
+    """On all events of the rollout; none on recomputing, which is what the others are held against."""
     if isinstance(execution, Recompute):
-        error = 0.0
-    else:
-        Recompute(execution.kl).accumulate(policy, rollout, Coefficients(objective, rollout))
-        error = _relative_error(found, _taken_gradients(policy))
-        coarsest = max((p.dtype for p in policy.module.parameters()), key=lambda dtype: torch.finfo(dtype).eps)
-        if error > GRADIENT_TOLERANCE[coarsest]:
-            raise PreflightError(
-                f"the execution's gradient differs from the native one by {error:.2e} (relative L2) on the first micro-batch; "
-                "the pipeline mixes the rows of a micro-batch in a way reweight cannot follow. Use rollout.micro_batch: 1 or "
-                "execution: retain"
-            )
-    events = sorted({k for batch in chosen for k in batch.events})
-    dims = rollout.transitions[0][0].dims
-    return Preflight(way=policy.way, events=events, dims=dims, gradient_error=error, unreached=unreached)
+        return []
+
+    def native(draws: int) -> Native:
+        made = Native(policy, execution, rollout, coefficients, draws)
+        for batch, transitions in zip(rollout.batches, rollout.transitions, strict=True):
+            for old in transitions:
+                made.add(batch, old, [by_rows(batch, draw) for draw in range(draws)])
+        return made
+
+    return held_against(native, found, FIRST, execution)
 
 
-def recheck(policy: Policy, rollout: Rollout, number: int) -> float:
-    """Re-score one micro-batch's event again in the middle of a run; largest |ℓ − ℓ_old|, nats. `number` turns through them.
+def held_against(
+    recomputed: Callable[[int], Native], found: dict[str, Tensor], where: str, execution: Execution
+) -> list[Verdict]:
+    """The verdicts on `found`, worst first, by `recomputed`, which repeats each event as often as its argument says.
 
-    Raises PreflightError, as `drifted` does.
+    Once is enough as a rule; but what few roundings say is luck, and nothing is refused before `DRAWS` have said it. Raises
+    PreflightError if one is not rounding.
     """
-    batch = rollout.batches[number % len(rollout.batches)]
-    transitions = rollout.transitions[number % len(rollout.batches)]
-    old = transitions[number // len(rollout.batches) % len(transitions)]
-    shift = (policy.score(batch, old).log_prob.detach() - old.log_prob).abs().max()
-    return drifted(float(shift), old.dims)
-
-
-def drifted(shift: float, dims: int) -> float:
-    """`shift` back. Raises PreflightError if a log_prob moved by more than `DRIFT` per dimension on unchanged weights."""
-    if shift > DRIFT * dims:
+    native = recomputed(1)
+    if _wrong(native, found):
+        native = recomputed(DRAWS)
+    missing = sorted(found.keys() ^ native.gradients.keys())
+    if missing:
+        which = "the execution" if missing[0] in native.gradients else "recomputing"
         raise PreflightError(
-            f"log_prob moved by {shift:.3g} nats ({shift / dims:.1e} per dimension) between sampling and re-scoring on unchanged "
-            f"weights; more than {DRIFT:g} per dimension is the size of published clip ranges. Dropout that came on, a latent "
-            "stored in another dtype, or a kernel that is not deterministic does this; the last checkpoint stands"
+            f"{which} gives no gradient to {missing[0]} on {where}, and the other does; {_advice(execution)}"
         )
-    return shift
+    verdicts = judge_all(found, native.gradients, native.rounding)
+    wrong = [verdict for verdict in verdicts if verdict.excess > 1]
+    if wrong:
+        raise PreflightError(
+            f"the execution's gradient is not the native one on {where}, in {len(wrong)} of {len(verdicts)} tensors. The worst is "
+            f"{wrong[0]}. {_advice(execution)}"
+        )
+    return verdicts
+
+
+def _wrong(native: Native, found: dict[str, Tensor]) -> bool:
+    if found.keys() != native.gradients.keys():
+        return True
+    return judge_all(found, native.gradients, native.rounding)[0].excess > 1
+
+
+def _advice(execution: Execution) -> str:
+    if execution.late:
+        return (
+            "The pipeline mixes the rows of a micro-batch in a way reweight cannot follow, or runs a layer in a way its bank does "
+            "not see. Use rollout.micro_batch: 1 or execution: retain"
+        )
+    return (
+        "The graph kept while sampling is not the one that recomputing builds: routing, state or weights changed in between. Use "
+        "execution: recompute if that is meant"
+    )
+
+
+class _PowersOfTwo(Coefficients):
+    """ω = advantage · weight, where the advantages are powers of two: to multiply by them is exact in every dtype."""
+
+    def omega(self, batch: MicroBatch, old: Transition, new: Transition) -> Tensor:
+        return self._rollout.advantage(batch).to(old.log_prob) * float(batch.weight[old.index]) * old.rows
+
+
+class _Beside(Kl):
+    """A KL to a reference one std beside the true one: before the first update the true one's gradient is zero."""
+
+    def of(self, event: Transition, sampled: Transition) -> Tensor:
+        assert sampled.reference_mean is not None, "measured at sampling"
+        return super().of(event, replace(sampled, reference_mean=sampled.reference_mean + sampled.std))
+
+
+def _beside(kl: Kl | None, chosen: list[MicroBatch]) -> Kl | None:
+    """In place of a direct term, one whose gradient is as large as the log-probs' whatever β and D are."""
+    if kl is None or kl.as_reward:
+        return kl
+    return _Beside(beta=float(sum(int(batch.stochastic.sum()) for batch in chosen)), scale="exact")
+
+
+@contextmanager
+def _awake(policy: Policy) -> Iterator[None]:
+    """Inside, trainable matrices that are all zero, as a new adapter's B, hold small numbers; afterwards they are zero again."""
+    asleep = {
+        name: p for name, p in trainable(policy).items() if p.dim() > 1 and not isinstance(p, DTensor) and not p.any()
+    }
+    with torch.no_grad():
+        for name, parameter in asleep.items():
+            drawn = torch.randn(parameter.shape, generator=generator("woken", name))
+            parameter.copy_(WOKEN * drawn)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter in asleep.values():
+                parameter.zero_()
 
 
 def _covering(batches: list[MicroBatch]) -> list[MicroBatch]:
@@ -110,11 +201,11 @@ def _covering(batches: list[MicroBatch]) -> list[MicroBatch]:
 
 
 def _alternating(rollout: Rollout) -> Tensor:
-    """(P, G) advantages ±1, +2, −2, …: different for neighbours, so that a gradient given to the wrong row shows."""
+    """(P, G) advantages 1, −1, 2, −2, …, 16, −16, 1, …: a gradient given to the wrong row shows."""
     groups = 1 + max(batch.group for batch in rollout.batches)
     size = 1 + max(s for batch in rollout.batches for s in batch.samples)
     samples = torch.arange(size)
-    return ((samples // 2 + 1) * torch.where(samples % 2 == 0, 1.0, -1.0)).double().expand(groups, size)
+    return (2.0 ** (samples // 2 % 5) * torch.where(samples % 2 == 0, 1.0, -1.0)).double().expand(groups, size)
 
 
 def _choose_way(policy: Policy, rollout: Rollout) -> str:
@@ -183,7 +274,7 @@ def _largest(one: Tensor, other: Tensor) -> float:
     return float((one.double() - other.double()).abs().max())
 
 
-def _unreached(policy: Policy) -> list[str]:
+def unreached_models(policy: Policy) -> list[str]:
     """Names of the policy's models, if it has several, that got no gradient at all: their noise levels were not selected."""
     if not isinstance(policy.module, nn.ModuleDict):
         return []
@@ -192,12 +283,15 @@ def _unreached(policy: Policy) -> list[str]:
     return silent if len(silent) < len(policy.module) else []
 
 
-def _taken_gradients(policy: Policy) -> dict[str, Tensor]:
-    """The gradients in p.grad, which is cleared. Raises PreflightError where one is missing or not finite."""
+def taken_gradients(policy: Policy, where: str, *, without: list[str]) -> dict[str, Tensor]:
+    """The gradients in p.grad, which is cleared; `without` some of several models.
+
+    Raises PreflightError where one is missing or not finite.
+    """
     gradients = {}
-    unreached = tuple(f"{name}." for name in _unreached(policy))
+    left_out = tuple(f"{name}." for name in without)
     for name, parameter in leaves(policy).items():
-        if name.startswith(unreached):
+        if name.startswith(left_out):
             continue
         if parameter.grad is None:
             raise PreflightError(
@@ -205,14 +299,6 @@ def _taken_gradients(policy: Policy) -> dict[str, Tensor]:
                 "policy.trainable.targets, or check that its layer is used and that checkpointing is non-reentrant"
             )
         if not parameter.grad.isfinite().all():
-            raise PreflightError(
-                f"the gradient of {name} is not finite on the first micro-batch; check policy.dtype and the base"
-            )
+            raise PreflightError(f"the gradient of {name} is not finite on {where}; check policy.dtype and the base")
         gradients[name], parameter.grad = parameter.grad, None
     return gradients
-
-
-def _relative_error(found: dict[str, Tensor], native: dict[str, Tensor]) -> float:
-    difference = sum(float((found[n] - native[n]).double().square().sum()) for n in native) ** 0.5
-    size = sum(float(native[n].double().square().sum()) for n in native) ** 0.5
-    return difference / size if size else difference

@@ -16,6 +16,7 @@ class Recompute:
     """Costs a second forward per selected event; exact for any version of the policy, with ratio and clipping."""
 
     grad = False
+    late = False
 
     def __init__(self, kl: Kl | None = None) -> None:
         self.kl = kl

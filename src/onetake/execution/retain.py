@@ -16,6 +16,7 @@ class Retain:
     """No second forward. Memory grows with events × trajectories; bitwise equal to recompute on the same kernels."""
 
     grad = True
+    late = False
 
     def __init__(self, kl: Kl | None = None) -> None:
         self.kl = kl

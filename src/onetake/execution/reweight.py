@@ -25,6 +25,7 @@ class Reweight:
     """
 
     grad = True
+    late = True
 
     def __init__(self, kl: Kl | None = None) -> None:
         self.kl = kl

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from onetake.advantages import Advantages
+from onetake.advantages import Advantages, step_of
 from onetake.execution.base import Execution
 from onetake.noise import choice, prompt_indices
 from onetake.objectives import Kl, Objective
@@ -168,17 +168,20 @@ def score(
         rollout.parts.append(rewards(outputs, [batch.prompt] * len(outputs)))
     tables = [rollout.table([part[name] for part in rollout.parts]) for name in rewards.weights]
     weights = list(rewards.weights.values())
+    steps = [max(step_of(part[name]) for part in rollout.parts) for name in rewards.weights]
     if kl is not None:
         tables.append(trajectory_kl(rollout, kl))
         weights.append(-kl.beta)
+        steps.append(torch.finfo(torch.float32).eps)  # of the means that it compares
     signals = world.table(torch.stack(tables))
     rollout.scores = dict(zip(rewards.weights, signals, strict=False))  # the KL, if it is there, comes last
     rollout.rewards = rewards.total(rollout.scores)
     if kl is not None:
         rollout.kl = signals[-1]
         if not kl.as_reward:
-            signals, weights = signals[:-1], weights[:-1]
-    rollout.advantages = advantages(signals, torch.tensor(weights, dtype=torch.float64))
+            signals, weights, steps = signals[:-1], weights[:-1], steps[:-1]
+    factors, rounding = torch.tensor([weights, steps], dtype=torch.float64)
+    rollout.advantages = advantages(signals, factors, rounding)
 
 
 def trajectory_kl(rollout: Rollout, kl: Kl) -> Tensor:

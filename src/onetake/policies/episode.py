@@ -86,11 +86,12 @@ class Episode:
                 euler, _ = mean_std(Ode(), sample, velocity.detach(), sigmas, index)
                 action = torch.where(rows.to(mean.device).view(-1, *[1] * (mean.dim() - 1)), action, euler)
             action = action.to(sample.dtype)
-        scored = action, mean
+        exact, _ = mean_std(self.kernel, sample.double(), velocity.double(), sigmas, index)
+        scored = action, exact
         hidden = self.overwritten(sample[0]) if self.overwritten is not None else waiting
         if hidden is not None:  # no reward depends on these entries: they would add noise to the gradient, and to D
             mean = torch.where(hidden, action.to(mean.dtype), mean)
-            scored = action[:, ~hidden], mean[:, ~hidden]
+            scored = action[:, ~hidden], exact[:, ~hidden]
         score = torch.where(rows.to(mean.device), log_prob(*scored, std), 0)
         part = Transition(
             index=index,

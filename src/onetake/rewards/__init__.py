@@ -106,7 +106,7 @@ class Rewards:
     _begun: Any = field(default_factory=WeakIdKeyDictionary, init=False, repr=False, compare=False)  # images → futures
 
     def __call__(self, images: Tensor, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
-        """Name → (B,) float64 scores. Raises ValueError as `scores` does, naming the reward."""
+        """Name → (B,) scores, as `scores` does. Raises ValueError as `scores` does, naming the reward."""
         begun: dict[str, Future[Tensor]] = self._begun.pop(images, {})
         self._called = True
         return {
@@ -126,8 +126,10 @@ class Rewards:
             }
 
     def total(self, parts: dict[str, Tensor]) -> Tensor:
-        """Weighted sum of the parts, in their shape."""
-        return sum((self.weights[name] * parts[name] for name in self.functions), start=torch.zeros(()).double())
+        """Weighted sum of the parts in float64, in their shape."""
+        return sum(
+            (self.weights[name] * parts[name].double() for name in self.functions), start=torch.zeros(()).double()
+        )
 
 
 def takes_metadata(reward: Reward) -> bool:
@@ -157,8 +159,12 @@ def load_rewards(names: str | Weights, *, background: Background | None = None) 
 
 
 def scores(name: str, reward: Reward, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-    """(B,) float64 scores. Raises ValueError for a wrong length or a score that is not finite, naming the prompt."""
-    values = call(reward, images, [prompt.text for prompt in prompts], [prompt.metadata for prompt in prompts]).double()
+    """(B,) scores in the dtype in which the reward gives them, which says how well it knows them; float64 if that is no float.
+
+    Raises ValueError for a wrong length or a score that is not finite, naming the prompt.
+    """
+    values = call(reward, images, [prompt.text for prompt in prompts], [prompt.metadata for prompt in prompts])
+    values = values if values.is_floating_point() else values.double()
     if values.shape != (len(prompts),):
         raise ValueError(
             f"the reward {name} returned shape {tuple(values.shape)} for {len(prompts)} images; it must be ({len(prompts)},)"
