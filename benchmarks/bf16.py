@@ -22,10 +22,10 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from helpers import gradient_of, move, relative_error
 from onetake.execution import EXECUTIONS
-from onetake.execution.sampling import RolloutConfig
 from onetake.policies.adapters import Lora
 from onetake.policies.diffusion import DiffusionPolicy
 from onetake.policies.loading import PolicyConfig
+from onetake.rollout.sampling import RolloutConfig
 from tiny_families import CASES, tiny
 
 CHOSEN = [("flux", 4.0), ("flux", 3.5), ("wan-2.1", 4.5)]

@@ -23,15 +23,15 @@ import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 
 from onetake.allocator import keep_freed_memory
-from onetake.coefficients import Coefficients
+from onetake.core.coefficients import Coefficients
+from onetake.core.objectives import Grpo
+from onetake.core.records import Address, Prompt
+from onetake.core.selection import All
 from onetake.execution import EXECUTIONS
-from onetake.execution.sampling import RolloutConfig, deal, sample
-from onetake.objectives import Grpo
 from onetake.policies.adapters import Full, Lora
 from onetake.policies.diffusion import DiffusionPolicy
 from onetake.policies.loading import PolicyConfig
-from onetake.records import Address, Prompt
-from onetake.selection import All
+from onetake.rollout.sampling import RolloutConfig, deal, sample
 
 
 def random_embeddings(transformer: SD3Transformer2DModel, **given: Any) -> tuple[torch.Tensor | None, ...]:

@@ -30,17 +30,17 @@ from diffusers import (
 )
 from transformers import CLIPTextConfig, CLIPTokenizer, T5Config, T5TokenizerFast, UMT5Config
 
-from onetake import config
 from onetake.allocator import keep_freed_memory
-from onetake.coefficients import Coefficients
+from onetake.core.coefficients import Coefficients
+from onetake.core.records import Address
 from onetake.execution import EXECUTIONS
-from onetake.execution.sampling import deal, sample, score
-from onetake.forecast import Forecast
+from onetake.forecast.memory import Forecast
 from onetake.memory import PeakMemory
-from onetake.optimizer import Optimizer
 from onetake.policies import trainable
 from onetake.policies.diffusion import DiffusionPolicy
-from onetake.records import Address
+from onetake.rollout.sampling import deal, sample, score
+from onetake.run import config
+from onetake.run.optimizer import Optimizer
 
 T5_XXL = {
     "d_model": 4096,

@@ -28,16 +28,16 @@ from torch import Tensor
 from transformers.utils.logging import disable_progress_bar as disable_transformers_bar
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
-from onetake.coefficients import Coefficients
+from onetake.core.coefficients import Coefficients
+from onetake.core.noise import generator
+from onetake.core.objectives import Grpo
+from onetake.core.records import Rollout
 from onetake.execution import Execution
-from onetake.execution.compare_gradients import Verdict
-from onetake.execution.preflight import PreflightError, preflight
-from onetake.execution.recheck import recheck
-from onetake.execution.sampling import sample
-from onetake.noise import generator
-from onetake.objectives import Grpo
 from onetake.policies import Policy, leaves
-from onetake.records import Rollout
+from onetake.rollout.compare_gradients import Verdict
+from onetake.rollout.preflight import PreflightError, preflight
+from onetake.rollout.recheck import recheck
+from onetake.rollout.sampling import sample
 from planted import Fault, Faulty, Setting, factor, faults, targets
 
 FAULTY = [

@@ -22,17 +22,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from executions import policy as sized_policy
-from onetake.coefficients import Coefficients
+from onetake.core.coefficients import Coefficients
+from onetake.core.objectives import Grpo
+from onetake.core.records import Address, Prompt, Rollout
+from onetake.core.selection import All
 from onetake.execution import EXECUTIONS
 from onetake.execution.base import backpropagate
-from onetake.execution.sampling import RolloutConfig, deal, sample
-from onetake.objectives import Grpo
 from onetake.parallel import ParallelConfig, World
 from onetake.policies import leaves, trainable
 from onetake.policies.adapters import Full, Lora
 from onetake.policies.diffusion import DiffusionPolicy
-from onetake.records import Address, Prompt, Rollout
-from onetake.selection import All
+from onetake.rollout.sampling import RolloutConfig, deal, sample
 from processes import spawn
 
 ROWS = {  # (layout, execution, reduced after every event)

@@ -15,16 +15,16 @@ import time
 
 import torch
 
-from onetake import config
 from onetake.allocator import keep_freed_memory
-from onetake.coefficients import Coefficients
+from onetake.core.coefficients import Coefficients
+from onetake.core.noise import generator
+from onetake.core.records import Address
 from onetake.execution import EXECUTIONS
-from onetake.execution.recheck import recheck
-from onetake.execution.sampling import deal, sample
-from onetake.noise import generator
 from onetake.policies import trainable
 from onetake.policies.diffusion import DiffusionPolicy
-from onetake.records import Address
+from onetake.rollout.recheck import recheck
+from onetake.rollout.sampling import deal, sample
+from onetake.run import config
 
 
 def seconds(recipe, policy: DiffusionPolicy, execution: str, update: int, *, checked: bool) -> float:

@@ -1,4 +1,4 @@
-"""What `onetake.scaling` predicts, beside what was published or is measured here.
+"""What `onetake.forecast.scaling` predicts, beside what was published or is measured here.
 
     python benchmarks/scaling.py published
     python benchmarks/scaling.py measure [--updates 5]
@@ -31,11 +31,11 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from onetake import config
+from onetake.forecast.scaling import LATENCY, Machine, Message, Profile, Share, predictions
 from onetake.metrics import Log
 from onetake.parallel import World
-from onetake.scaling import LATENCY, Machine, Message, Profile, Share, predictions
-from onetake.session import opened, train_and_report
+from onetake.run import config
+from onetake.run.session import opened, train_and_report
 from processes import spawn, start
 
 PUBLISHED = {

@@ -8,16 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from onetake.advantages import Advantages
-from onetake.checkpoint import read
-from onetake.coefficients import Coefficients
+from onetake.core.advantages import Advantages
+from onetake.core.coefficients import Coefficients
+from onetake.core.noise import generator
+from onetake.core.objectives import Grpo
+from onetake.core.records import Address, Prompt, Rollout
+from onetake.core.selection import All
 from onetake.execution import EXECUTIONS
-from onetake.execution.sampling import RolloutConfig, deal, sample
-from onetake.noise import generator
-from onetake.objectives import Grpo
 from onetake.policies import Policy, trainable
-from onetake.records import Address, Prompt, Rollout
-from onetake.selection import All
+from onetake.rollout.sampling import RolloutConfig, deal, sample
+from onetake.run.checkpoint import read
 
 PROMPTS = [Prompt(text) for text in ("first", "second", "third")]
 

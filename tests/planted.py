@@ -17,18 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from helpers import PROMPTS, move
-from onetake.coefficients import Coefficients
+from onetake.core.coefficients import Coefficients
+from onetake.core.objectives import Grpo, Kl
+from onetake.core.records import Address, MicroBatch, Rollout
+from onetake.core.selection import All
+from onetake.core.transitions import Flow
 from onetake.execution import EXECUTIONS, Execution
-from onetake.execution.sampling import RolloutConfig, deal
-from onetake.objectives import Grpo, Kl
 from onetake.policies import Policy, leaves
 from onetake.policies.adapters import Full, Lora
 from onetake.policies.diffusion import DiffusionPolicy
 from onetake.policies.loading import PolicyConfig
 from onetake.policies.toy import ToyPolicy
-from onetake.records import Address, MicroBatch, Rollout
-from onetake.selection import All
-from onetake.transitions import Flow
+from onetake.rollout.sampling import RolloutConfig, deal
 from tiny_families import CASES, tiny
 
 TRAINABLE = {"lora": Lora(rank=4), "full": Full()}

@@ -18,24 +18,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from helpers import PROMPTS, move
-from onetake.advantages import Advantages
-from onetake.coefficients import Coefficients
-from onetake.evaluation import EvaluationConfig, evaluate
+from onetake.core.advantages import Advantages
+from onetake.core.coefficients import Coefficients
+from onetake.core.objectives import Grpo, Kl
+from onetake.core.records import Address
+from onetake.core.selection import All, Fraction
+from onetake.core.transitions import Flow
 from onetake.execution import EXECUTIONS, Recompute
-from onetake.execution.sampling import RolloutConfig, deal, sample, score
 from onetake.metrics import Log
-from onetake.objectives import Grpo, Kl
 from onetake.parallel import ParallelConfig, World, world
 from onetake.parallel.shard import DTensor, held
 from onetake.policies import leaves, trainable
 from onetake.policies.toy import ToyPolicy
-from onetake.records import Address
 from onetake.rewards import Rewards
-from onetake.selection import All, Fraction
+from onetake.rollout.evaluation import EvaluationConfig, evaluate
+from onetake.rollout.sampling import RolloutConfig, deal, sample, score
 from onetake.tasks import Task
-from onetake.transitions import Flow
 
-torch.multiprocessing.set_forkserver_preload(["ranks", "onetake.session"])  # imported once for all ranks of all tests
+torch.multiprocessing.set_forkserver_preload(
+    ["ranks", "onetake.run.session"]
+)  # imported once for all ranks of all tests
 
 
 def on_ranks(size: int, folder: Path, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -261,9 +263,9 @@ deadly.calls = 0
 
 def counted_run(ranks: World, recipe: Path, folder: Path) -> list[tuple[str, int]]:
     """What is sent from the end of a run's second update to the end of its third, with nothing else due."""
-    from onetake import config
-    from onetake.session import opened
-    from onetake.train import Watcher, train
+    from onetake.run import config
+    from onetake.run.session import opened
+    from onetake.run.train import Watcher, train
 
     quiet = ("rollout.resample=0", "kl={}", "evaluation.every=9", "checkpoint.every=9")
     session = ranks.told(lambda: opened(str(recipe), [f"out={folder}", *quiet], ranks.size))
@@ -285,7 +287,7 @@ def whole_run(ranks: World, recipe: Path, *overrides: str) -> str:
     """A run as the command line makes it; what it printed."""
     from rich.console import Console
 
-    from onetake.session import opened, train_and_report
+    from onetake.run.session import opened, train_and_report
 
     printed, threads = io.StringIO(), torch.get_num_threads()
     torch.set_num_threads(1)  # alone as on each of several ranks: matrix products of more threads round otherwise
@@ -299,9 +301,9 @@ def whole_run(ranks: World, recipe: Path, *overrides: str) -> str:
 
 def broken_run(ranks: World, recipe: Path, after: int, *overrides: str) -> None:
     """A run that dies in the update that follows `after`, and is continued."""
-    from onetake import config
-    from onetake.session import continued, opened
-    from onetake.train import Watcher, train
+    from onetake.run import config
+    from onetake.run.session import continued, opened
+    from onetake.run.train import Watcher, train
 
     def die(columns: dict) -> None:
         if columns["update"] > after:
@@ -392,9 +394,9 @@ def sharded_updates(ranks: World, cases: list[tuple], shard: Any = "all") -> lis
 
 def continued_run(ranks: World, folder: Path, *overrides: str) -> None:
     """Goes on with the run in `folder`."""
-    from onetake import config
-    from onetake.session import continued
-    from onetake.train import Watcher, train
+    from onetake.run import config
+    from onetake.run.session import continued
+    from onetake.run.train import Watcher, train
 
     session = ranks.told(lambda: continued(folder, list(overrides), ranks.size))
     train(session.recipe, folder, config.dump(session.recipe), Watcher(say=lambda line: None), ranks)

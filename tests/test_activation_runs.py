@@ -12,19 +12,19 @@ from typer.testing import CliRunner
 
 from helpers import gradient_of, move
 from models import plant_wrong_replays
-from onetake import config
 from onetake.activations.measure import Probe
 from onetake.activations.plan import EXACT, Action, Option
 from onetake.activations.recoveries import Recoveries
-from onetake.cli import app
-from onetake.execution.sampling import RolloutConfig
+from onetake.cli.main import app
 from onetake.metrics import Log
 from onetake.policies.adapters import Lora
 from onetake.policies.diffusion import DiffusionPolicy
 from onetake.policies.loading import PolicyConfig
-from onetake.session import opened
-from onetake.train import Watcher, train
-from onetake.verify import measured_plans, verify_actions
+from onetake.rollout.sampling import RolloutConfig
+from onetake.run import config
+from onetake.run.session import opened
+from onetake.run.train import Watcher, train
+from onetake.run.verify import measured_plans, verify_actions
 from tiny import tiny_recipe_file
 from tiny_families import CASES, tiny
 

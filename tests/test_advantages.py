@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from onetake.advantages import ROUNDINGS, Advantages, dead_groups
+from onetake.core.advantages import ROUNDINGS, Advantages, dead_groups
 
 REWARDS = torch.tensor([[0.0, 1.0, 1.0, 0.5], [0.1, 0.1, 0.1, 0.1], [2.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from helpers import fake_rewards, gradient_of, move, relative_error, roll
-from onetake.coefficients import Coefficients
+from onetake.core.coefficients import Coefficients
+from onetake.core.objectives import FlowDppo, Grpo, GrpoGuard, Kl
+from onetake.core.selection import All, Fraction, Single, Window
+from onetake.core.transitions import Cps, Dance, Flash, Flow, gain, log_prob, mean_std
 from onetake.execution import EXECUTIONS, Recompute, Retain, Reweight
-from onetake.execution.sampling import RolloutConfig
-from onetake.objectives import FlowDppo, Grpo, GrpoGuard, Kl
 from onetake.policies import trainable
 from onetake.policies.toy import ToyPolicy
-from onetake.selection import All, Fraction, Single, Window
-from onetake.transitions import Cps, Dance, Flash, Flow, gain, log_prob, mean_std
+from onetake.rollout.sampling import RolloutConfig
 
 SELECTIONS = {
     "all": All(),

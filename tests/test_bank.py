@@ -9,16 +9,16 @@ from torch import nn
 import bank_cases
 from bank_cases import PARTS, Case, D, linear
 from helpers import gradient_of, relative_error, roll
-from onetake.coefficients import Coefficients
+from onetake.core.coefficients import Coefficients
+from onetake.core.objectives import Grpo, Kl
+from onetake.core.transitions import Flow
 from onetake.execution import EXECUTIONS
 from onetake.execution.bank import Bank
 from onetake.execution.measured import Listed, Regular, digit_of
 from onetake.execution.rows import Place, follow
-from onetake.execution.sampling import RolloutConfig
-from onetake.objectives import Grpo, Kl
 from onetake.policies import trainable
 from onetake.policies.toy import ToyPolicy
-from onetake.transitions import Flow
+from onetake.rollout.sampling import RolloutConfig
 
 B, T = 3, 3
 

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from onetake.checkpoint import CheckpointConfig, Checkpoints, State, read
 from onetake.metrics import METRICS, Log
-from onetake.optimizer import Optimizer, OptimizerConfig
 from onetake.policies.toy import ToyVelocity
+from onetake.run.checkpoint import CheckpointConfig, Checkpoints, State, read
+from onetake.run.optimizer import Optimizer, OptimizerConfig
 
 RECIPE = "updates: 3  # σ\n"
 

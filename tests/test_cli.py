@@ -13,9 +13,9 @@ from diffusers import DDIMScheduler
 from PIL import Image
 from typer.testing import CliRunner, Result
 
-from onetake.cli import app
+from onetake.cli.main import app
 from onetake.metrics import Log
-from onetake.session import save_drawn
+from onetake.run.session import save_drawn
 from tiny import tiny_sd3, tiny_task
 
 

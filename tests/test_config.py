@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from onetake import config
-from onetake.config import RecipeError
-from onetake.ema import EmaConfig
-from onetake.recipe import Recipe
-from onetake.records import Prompt
+from onetake.core.records import Prompt
+from onetake.core.selection import Window
+from onetake.core.transitions import Cps, Dance, Flow
 from onetake.rewards import load_reward
-from onetake.selection import Window
+from onetake.run import config
+from onetake.run.config import RecipeError
+from onetake.run.ema import EmaConfig
+from onetake.run.recipe import Recipe
 from onetake.tasks import shapes_reward
-from onetake.transitions import Cps, Dance, Flow
 
 
 @pytest.fixture

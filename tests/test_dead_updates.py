@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from helpers import move, relative_error, roll
-from onetake.coefficients import Coefficients
+from onetake.core.coefficients import Coefficients
+from onetake.core.objectives import Grpo, Kl
+from onetake.core.transitions import Flow
 from onetake.execution import EXECUTIONS, Recompute
-from onetake.objectives import Grpo, Kl
-from onetake.optimizer import NOISE, Optimizer, OptimizerConfig
 from onetake.policies import trainable
 from onetake.policies.toy import ToyPolicy
-from onetake.transitions import Flow
+from onetake.run.optimizer import NOISE, Optimizer, OptimizerConfig
 from test_agreement import by_formula
 from test_field_cases import run
 from tiny import tiny_recipe

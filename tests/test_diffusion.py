@@ -10,19 +10,19 @@ from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler, StableDiff
 
 from faults import FAULTS
 from helpers import gradient_of, move, relative_error, roll
-from onetake.coefficients import Coefficients
+from onetake.core.coefficients import Coefficients
+from onetake.core.noise import start_generators
+from onetake.core.objectives import Grpo, Kl
+from onetake.core.records import Address, Prompt
+from onetake.core.selection import All, Single, Window
+from onetake.core.transitions import Cps
 from onetake.execution import EXECUTIONS, Recompute, Retain, Reweight
-from onetake.execution.preflight import PreflightError, preflight
-from onetake.execution.sampling import RolloutConfig, deal
-from onetake.noise import start_generators
-from onetake.objectives import Grpo, Kl
 from onetake.policies import trainable
 from onetake.policies.adapters import Full, Lora, apply_weights
 from onetake.policies.diffusion import DiffusionPolicy
 from onetake.policies.loading import PolicyConfig
-from onetake.records import Address, Prompt
-from onetake.selection import All, Single, Window
-from onetake.transitions import Cps
+from onetake.rollout.preflight import PreflightError, preflight
+from onetake.rollout.sampling import RolloutConfig, deal
 from tiny import tiny_sd3
 
 PROMPTS = [Prompt(text) for text in ("first", "second", "third")]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from onetake import config
 from onetake.metrics import METRICS
+from onetake.run import config
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

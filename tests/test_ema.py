@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from onetake.ema import Ema, EmaConfig
+from onetake.run.ema import Ema, EmaConfig
 
 
 def test_closed_form():

@@ -14,12 +14,12 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from helpers import weights
-from onetake import config
-from onetake.cli import app
-from onetake.recipe import Recipe
-from onetake.records import Prompt
+from onetake.cli.main import app
+from onetake.core.records import Prompt
+from onetake.core.selection import Window
 from onetake.rewards import Weighted, load_rewards
-from onetake.selection import Window
+from onetake.run import config
+from onetake.run.recipe import Recipe
 from onetake.tasks import ShapesTask
 from tiny import tiny_recipe_file
 
@@ -86,10 +86,12 @@ def test_what_is_wrong_is_said_in_the_recipes_words():
     assert said("selection: no_such:X") == ["selection: 'no_such:X' cannot be imported: No module named 'no_such'"]
     assert said("selection: my_selections:X") == ["selection: module 'my_selections' has no 'X'"]
     assert said("selection: my_tasks:Colours") == [
-        "selection: Colours has no mask, per, problem; onetake.selection.Selector says what it needs"
+        "selection: Colours has no mask, per, problem; onetake.core.selection.Selector says what it needs"
     ]
     assert said("task: my_selections:torch")[0].endswith("is not a subclass of onetake's Config")
-    with pytest.raises(ValidationError, match=r"ShapesTask has no mask, per, problem; onetake.selection.Selector says"):
+    with pytest.raises(
+        ValidationError, match=r"ShapesTask has no mask, per, problem; onetake.core.selection.Selector says"
+    ):
         Recipe(selection=ShapesTask())
 
 

@@ -18,18 +18,18 @@ from transformers import Qwen2VLProcessor
 
 from faults import FAULTS
 from helpers import gradient_of, move, relative_error
+from onetake.core.noise import start_generators
+from onetake.core.objectives import Grpo
+from onetake.core.records import Address, MicroBatch, Prompt
+from onetake.core.selection import All, Window
 from onetake.execution import Recompute, Retain
-from onetake.execution.preflight import PreflightError, preflight
-from onetake.execution.sampling import RolloutConfig, deal, sample
-from onetake.noise import start_generators
-from onetake.objectives import Grpo
 from onetake.policies import trainable
 from onetake.policies.adapters import Full, Lora, apply_weights
 from onetake.policies.diffusion import DiffusionPolicy
 from onetake.policies.families import family_of
 from onetake.policies.loading import PolicyConfig, load_pipeline
-from onetake.records import Address, MicroBatch, Prompt
-from onetake.selection import All, Window
+from onetake.rollout.preflight import PreflightError, preflight
+from onetake.rollout.sampling import RolloutConfig, deal, sample
 from onetake.tasks import PromptsTask
 from tiny import WORDS
 from tiny_families import CASES, Case, tiny

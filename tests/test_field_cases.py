@@ -9,23 +9,23 @@ import pytest
 import torch
 
 from helpers import PROMPTS, gradient_of, move, relative_error, roll
-from onetake import config
-from onetake.advantages import Advantages
-from onetake.coefficients import Coefficients
+from onetake.core.advantages import Advantages
+from onetake.core.coefficients import Coefficients
+from onetake.core.objectives import Grpo, Kl
+from onetake.core.records import Address, Prompt
+from onetake.core.transitions import Flow
 from onetake.execution import EXECUTIONS, Recompute, Retain
-from onetake.execution.preflight import PreflightError
-from onetake.execution.recheck import DRIFT, drifted
-from onetake.execution.sampling import RolloutConfig, deal, sample, score
 from onetake.metrics import Log
-from onetake.objectives import Grpo, Kl
-from onetake.optimizer import Optimizer, OptimizerConfig
 from onetake.policies import trainable
 from onetake.policies.toy import ToyPolicy
-from onetake.records import Address, Prompt
 from onetake.rewards import Rewards
-from onetake.session import plan_lines
-from onetake.train import Watcher, train
-from onetake.transitions import Flow
+from onetake.rollout.preflight import PreflightError
+from onetake.rollout.recheck import DRIFT, drifted
+from onetake.rollout.sampling import RolloutConfig, deal, sample, score
+from onetake.run import config
+from onetake.run.optimizer import Optimizer, OptimizerConfig
+from onetake.run.session import plan_lines
+from onetake.run.train import Watcher, train
 from test_diffusion import policy_on
 from tiny import tiny_recipe
 
@@ -149,7 +149,7 @@ def redness(images, prompts):
 
 def test_8_evaluation_is_the_plain_pipeline():
     """Bit for bit: tests/test_diffusion.py. Here: training noise never reaches an evaluation."""
-    from onetake.evaluation import EvaluationConfig, evaluate
+    from onetake.rollout.evaluation import EvaluationConfig, evaluate
     from onetake.tasks import Task, load_rewards
 
     task = Task(train=PROMPTS[:1], held_out=PROMPTS[:2], rewards=load_rewards("jpeg"))
@@ -247,7 +247,7 @@ def blind_to_first(images, prompts):
 
 def test_redrawn_groups_give_the_gradient_of_the_rollout_they_make():
     """As if the replacing trajectories had been dealt at once; what was kept of the dead ones is gone."""
-    from onetake.execution.sampling import redeal
+    from onetake.rollout.sampling import redeal
 
     found = {}
     for execution in EXECUTIONS:

@@ -16,20 +16,20 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
 
-from onetake import config
-from onetake.cli import app
-from onetake.coefficients import Coefficients
-from onetake.ema import Ema
+from onetake.cli.main import app
+from onetake.core.coefficients import Coefficients
+from onetake.core.records import Address
 from onetake.execution import EXECUTIONS
-from onetake.execution.sampling import deal, sample
-from onetake.forecast import Forecast, Phase, verdict
+from onetake.forecast.memory import Forecast, Phase, verdict
 from onetake.memory import LiveBytes, parse_bytes, storage_bytes
-from onetake.optimizer import Optimizer
 from onetake.policies import trainable
 from onetake.policies.blank import blank_policy
 from onetake.policies.diffusion import DiffusionPolicy
-from onetake.recipe import Recipe
-from onetake.records import Address
+from onetake.rollout.sampling import deal, sample
+from onetake.run import config
+from onetake.run.ema import Ema
+from onetake.run.optimizer import Optimizer
+from onetake.run.recipe import Recipe
 from tiny import tiny_recipe
 from tiny_families import CASES, tiny
 

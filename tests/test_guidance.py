@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from helpers import PROMPTS
-from onetake.execution.sampling import RolloutConfig, deal
-from onetake.objectives import Grpo
+from onetake.core.objectives import Grpo
+from onetake.core.records import Address, Transition
+from onetake.core.selection import Window
 from onetake.policies.adapters import Full
 from onetake.policies.diffusion import DiffusionPolicy
 from onetake.policies.loading import PolicyConfig
-from onetake.records import Address, Transition
-from onetake.selection import Window
+from onetake.rollout.sampling import RolloutConfig, deal
 from tiny_families import CASES, tiny
 
 SCALE = 3.0

@@ -15,12 +15,12 @@ import pytest
 import torch
 from PIL import Image
 
-from onetake import config
+from onetake.core.records import Prompt
 from onetake.metrics import Log
-from onetake.records import Prompt
 from onetake.rewards import http, load_rewards
-from onetake.session import opened
-from onetake.train import Watcher, train
+from onetake.run import config
+from onetake.run.session import opened
+from onetake.run.train import Watcher, train
 from tiny import tiny_recipe_file
 
 

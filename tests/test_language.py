@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 from models import decoder, plant_wrong_replays
-from onetake import config
-from onetake.cli import app
+from onetake.cli.main import app
 from onetake.language import recipe as language_recipe
 from onetake.language.sums import SumsTask, last_integer
 from onetake.metrics import Log
+from onetake.run import config
 
 pytest.importorskip("trl", reason="pip install -e '.[language]'")
 pytest.importorskip("reasoning_gym", reason="pip install -e '.[language]'", exc_type=ImportError)

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from helpers import gradient_of, relative_error, roll
-from onetake import config
+from onetake.core.noise import generator
+from onetake.core.objectives import FlowDppo, Grpo, GrpoGuard
+from onetake.core.selection import All, Fraction, Single, Window
+from onetake.core.transitions import Cps, Dance, Flash, Flow, gain, mean_std
 from onetake.execution import EXECUTIONS, Recompute
-from onetake.execution.sampling import RolloutConfig
-from onetake.noise import generator
-from onetake.objectives import FlowDppo, Grpo, GrpoGuard
 from onetake.policies.toy import ToyPolicy
-from onetake.selection import All, Fraction, Single, Window
-from onetake.transitions import Cps, Dance, Flash, Flow, gain, mean_std
+from onetake.rollout.sampling import RolloutConfig
+from onetake.run import config
 
 KERNELS = {"flow": Flow(), "dance": Dance(), "flash": Flash(), "cps": Cps(noise=0.5)}
 

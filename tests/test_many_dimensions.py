@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onetake.coefficients import Coefficients
-from onetake.objectives import Grpo, GrpoGuard
+from onetake.core.coefficients import Coefficients
+from onetake.core.objectives import Grpo, GrpoGuard
+from onetake.core.records import MicroBatch, Rollout, Transition
+from onetake.core.transitions import Cps, Flow, log_prob
 from onetake.policies.episode import Episode
-from onetake.records import MicroBatch, Rollout, Transition
-from onetake.transitions import Cps, Flow, log_prob
 from test_transitions import normal, proved, shifted, two_trajectories
 
 MANY = 2_000_000

@@ -9,8 +9,8 @@ import pytest
 import torch
 from diffusers import WanPipeline
 
-from onetake import config
-from onetake.records import Prompt
+from onetake.core.records import Prompt
+from onetake.run import config
 from onetake.tasks import BASES, MotionTask
 from onetake.tasks.motion.captions import DIRECTIONS, PACES, Motion, caption, motions, parse, prompts
 from onetake.tasks.motion.render import FRAMES, SIZE, render

@@ -12,15 +12,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from helpers import PROMPTS, roll
-from onetake.coefficients import Coefficients
+from onetake.core.coefficients import Coefficients
+from onetake.core.noise import choice, prompt_indices, start_generators, transition_noise
+from onetake.core.objectives import Grpo
+from onetake.core.records import Address, MicroBatch, Prompt
+from onetake.core.selection import All, Fraction, Single, Window
+from onetake.core.transitions import Flash, Flow, gain
 from onetake.execution import Recompute
-from onetake.execution.sampling import RolloutConfig, deal
-from onetake.noise import choice, prompt_indices, start_generators, transition_noise
-from onetake.objectives import Grpo
 from onetake.policies.toy import ToyPolicy
-from onetake.records import Address, MicroBatch, Prompt
-from onetake.selection import All, Fraction, Single, Window
-from onetake.transitions import Flash, Flow, gain
+from onetake.rollout.sampling import RolloutConfig, deal
 
 proved = settings(derandomize=True, deadline=None, max_examples=60)
 HERE = Address(seed=1, stream="train", update=4)

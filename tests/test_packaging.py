@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import onetake
-from onetake.cli import app
+from onetake.cli.main import app
 
 ROOT = Path(__file__).parents[1]
 
@@ -46,7 +46,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built):
     assert (metadata["Name"], metadata["Version"]) == ("onetake", onetake.__version__)
     assert "Typing :: Typed" in metadata.get_all("Classifier", [])
     assert "GRPO post-training" in str(metadata.get_payload())  # the README
-    assert "onetake = onetake.cli:main" in entry
+    assert "onetake = onetake.cli.main:main" in entry
     assert path.stat().st_size < 17e6  # of which the bases are 16 MB
 
 

@@ -17,22 +17,22 @@ import pytest
 import torch
 
 from helpers import PROMPTS, assert_close, relative_error, weights
-from onetake import config
+from onetake.core.objectives import Grpo
+from onetake.core.records import Address
+from onetake.core.selection import All
+from onetake.core.transitions import Flow
 from onetake.execution import EXECUTIONS
-from onetake.execution.sampling import RolloutConfig, deal
+from onetake.forecast.scaling import SMALL
 from onetake.metrics import PHASES, Log
-from onetake.objectives import Grpo
 from onetake.parallel import ALONE, Layout, world
 from onetake.policies import trainable
 from onetake.policies.blank import blank_policy
 from onetake.policies.toy import ToyPolicy
-from onetake.records import Address
 from onetake.report.text import count, duration
-from onetake.scaling import SMALL
-from onetake.selection import All
-from onetake.session import continued
-from onetake.train import Watcher, train
-from onetake.transitions import Flow
+from onetake.rollout.sampling import RolloutConfig, deal
+from onetake.run import config
+from onetake.run.session import continued
+from onetake.run.train import Watcher, train
 from ranks import (
     CONVENTIONAL,
     VARIANTS,

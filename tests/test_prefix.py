@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from helpers import gradient_of, relative_error, roll
-from onetake.coefficients import Coefficients
+from onetake.core.coefficients import Coefficients
+from onetake.core.objectives import Grpo
+from onetake.core.records import Address
+from onetake.core.selection import Fraction, Single, Window
+from onetake.core.transitions import Flow
 from onetake.execution import EXECUTIONS, Retain
-from onetake.execution.preflight import PreflightError, preflight
-from onetake.execution.sampling import RolloutConfig, deal, sample
-from onetake.objectives import Grpo
 from onetake.policies.diffusion import DiffusionPolicy
 from onetake.policies.finish import DpmSolver, Euler
 from onetake.policies.loading import PolicyConfig
 from onetake.policies.toy import ToyPolicy
-from onetake.records import Address
-from onetake.selection import Fraction, Single, Window
-from onetake.transitions import Flow
+from onetake.rollout.preflight import PreflightError, preflight
+from onetake.rollout.sampling import RolloutConfig, deal, sample
 from test_diffusion import CALL, PROMPTS, policy_on
 from tiny import tiny_sd3
 

@@ -10,18 +10,18 @@ from torch import nn
 
 import planted_faults as bench
 from helpers import move, roll
-from onetake import config
-from onetake.coefficients import Coefficients
+from onetake.core.coefficients import Coefficients
+from onetake.core.objectives import Grpo, GrpoGuard, Kl
+from onetake.core.selection import All, Fraction
+from onetake.core.transitions import Flow
 from onetake.execution import EXECUTIONS, Retain, Reweight
-from onetake.execution.compare_gradients import Rounding, Spread
-from onetake.execution.preflight import PreflightError, preflight
-from onetake.execution.recheck import default_interval, recheck
-from onetake.execution.sampling import RolloutConfig
-from onetake.objectives import Grpo, GrpoGuard, Kl
 from onetake.policies import trainable
 from onetake.policies.toy import ToyPolicy
-from onetake.selection import All, Fraction
-from onetake.transitions import Flow
+from onetake.rollout.compare_gradients import Rounding, Spread
+from onetake.rollout.preflight import PreflightError, preflight
+from onetake.rollout.recheck import default_interval, recheck
+from onetake.rollout.sampling import RolloutConfig
+from onetake.run import config
 from planted import Faulty, Setting, factor
 from test_field_cases import run
 from tiny import tiny_recipe

@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from onetake import cli, config
+from onetake.cli import main as cli
+from onetake.core.records import Prompt
 from onetake.metrics import Log
 from onetake.policies import prompts
 from onetake.policies.diffusion import DiffusionPolicy
 from onetake.policies.loading import PolicyConfig
-from onetake.records import Prompt
 from onetake.rewards import load_rewards
+from onetake.run import config
+from onetake.run.train import Watcher, train
 from onetake.tasks.prompts import read
-from onetake.train import Watcher, train
 from test_diffusion import CALL, ode_batch, policy_on
 from tiny import tiny_recipe
 from tiny_families import tiny

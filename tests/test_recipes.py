@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from onetake import config
 from onetake.metrics import Log
-from onetake.train import Watcher, train
+from onetake.run import config
+from onetake.run.train import Watcher, train
 from tiny import WORDS
 from tiny_families import CASES, tiny
 

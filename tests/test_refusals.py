@@ -18,17 +18,17 @@ from diffusers import (
 )
 
 from family_lines import lines_per_family
+from onetake.core.objectives import Grpo
+from onetake.core.records import Address, MicroBatch, Prompt
+from onetake.core.selection import All
 from onetake.execution import Retain
-from onetake.execution.preflight import preflight
-from onetake.execution.sampling import RolloutConfig, deal
-from onetake.objectives import Grpo
 from onetake.policies.adapters import Lora
 from onetake.policies.diffusion import DiffusionPolicy
 from onetake.policies.families import FAMILIES, REFUSED, family_of, refuse
 from onetake.policies.loading import PolicyConfig
 from onetake.policies.scheduler import RolloutScheduler
-from onetake.records import Address, MicroBatch, Prompt
-from onetake.selection import All
+from onetake.rollout.preflight import preflight
+from onetake.rollout.sampling import RolloutConfig, deal
 from tiny import tiny_sd3
 from tiny_families import tiny
 

@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from helpers import weights
-from onetake import config
-from onetake.checkpoint import CheckpointConfig, Checkpoints
-from onetake.evaluation import evaluate
 from onetake.metrics import Log
 from onetake.policies.diffusion import DiffusionPolicy
 from onetake.policies.loading import load_pipeline
-from onetake.session import continued, opened
-from onetake.train import Watcher, train
+from onetake.rollout.evaluation import evaluate
+from onetake.run import config
+from onetake.run.checkpoint import CheckpointConfig, Checkpoints
+from onetake.run.session import continued, opened
+from onetake.run.train import Watcher, train
 from tiny import tiny_recipe_file
 
 TIMES = (

@@ -18,13 +18,13 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor
 
-from onetake import config
+from onetake.core.records import Prompt
 from onetake.metrics import Log
-from onetake.records import Prompt
 from onetake.rewards import Rewards, load_reward, load_rewards
 from onetake.rewards.clip import PICKSCORE, ClipScore
-from onetake.session import opened
-from onetake.train import Watcher, train
+from onetake.run import config
+from onetake.run.session import opened
+from onetake.run.train import Watcher, train
 from tiny import tiny_recipe_file
 from tiny_parts import clip_tokenizer
 
@@ -123,7 +123,7 @@ def fragile(images, prompts, metadata):
 KILLED = """
 import os, signal, sys
 import torch
-from onetake.records import Prompt
+from onetake.core.records import Prompt
 from onetake.rewards import load_rewards
 
 if __name__ == "__main__":

@@ -10,10 +10,10 @@ import yaml
 from typer.testing import CliRunner
 
 import scaling as ablation
-from onetake.cli import app
+from onetake.cli.main import app
+from onetake.forecast.scaling import LATENCY, SMALL, Machine, Message, Profile, Share, messages
 from onetake.metrics import Log
-from onetake.recipe import Recipe
-from onetake.scaling import LATENCY, SMALL, Machine, Message, Profile, Share, messages
+from onetake.run.recipe import Recipe
 from tiny import tiny_recipe_file
 
 NAMES = {"all_reduce": "allreduce_", "all_gather": "_allgather_base_", "reduce_scatter": "reduce_scatter_tensor"}

@@ -10,10 +10,10 @@ import pytest
 from diffusers import SD3Transformer2DModel
 
 from helpers import assert_close, relative_error, weights
-from onetake import config
 from onetake.execution import EXECUTIONS
-from onetake.execution.sampling import RolloutConfig
 from onetake.parallel import ALONE, ParallelConfig
+from onetake.rollout.sampling import RolloutConfig
+from onetake.run import config
 from ranks import (
     LORA,
     assert_same_evaluation,

@@ -13,18 +13,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bf16 import CHOSEN, measure
 from helpers import gradient_of, move, relative_error
-from onetake import config
+from onetake.core.objectives import Grpo
+from onetake.core.records import Address, Prompt
+from onetake.core.selection import All
 from onetake.execution import EXECUTIONS
-from onetake.execution.preflight import preflight
-from onetake.execution.sampling import RolloutConfig, deal
-from onetake.objectives import Grpo
 from onetake.policies.adapters import Lora
 from onetake.policies.diffusion import DiffusionPolicy
 from onetake.policies.loading import DTYPES, PolicyConfig
 from onetake.policies.prompts import KEPT, Embeddings
 from onetake.policies.switches import Vae
-from onetake.records import Address, Prompt
-from onetake.selection import All
+from onetake.rollout.preflight import preflight
+from onetake.rollout.sampling import RolloutConfig, deal
+from onetake.run import config
 from tiny import WORDS, tiny_sd3
 from tiny_families import CASES, tiny
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch.distributions import Normal
 
-from onetake.noise import generator, transition_noise
+from onetake.core.noise import generator, transition_noise
+from onetake.core.records import Address, MicroBatch, Prompt, Transition
+from onetake.core.transitions import Cps, Dance, Flash, Flow, Ode, gain, log_prob, mean_std
 from onetake.policies import trainable
 from onetake.policies.episode import Episode
 from onetake.policies.toy import ToyPolicy
-from onetake.records import Address, MicroBatch, Prompt, Transition
-from onetake.transitions import Cps, Dance, Flash, Flow, Ode, gain, log_prob, mean_std
 
 STOCHASTIC = {"flow": Flow(), "dance": Dance(), "flash": Flash(), "cps": Cps()}
 EULER_MARUYAMA = {name: kernel for name, kernel in STOCHASTIC.items() if name != "cps"}

@@ -1,3 +1,3 @@
-from onetake.cli import main
+from onetake.cli.main import main
 
 main()

@@ -18,7 +18,7 @@ from onetake import __version__
 if TYPE_CHECKING:
     from onetake.activations.compare import ActionRow
     from onetake.policies.diffusion import DiffusionPolicy
-    from onetake.recipe import Recipe
+    from onetake.run.recipe import Recipe
     from onetake.tasks import Task
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
@@ -88,7 +88,7 @@ def train(
             options = [f"--set={change}" for change in changes] + ([f"--resume={resume}"] if resume else [])
             launch(nproc, ["train", name, *options], restarts=restarts)
             return
-        from onetake.session import continued, opened, train_and_report
+        from onetake.run.session import continued, opened, train_and_report
 
         with world() as ranks:
             session = ranks.told(
@@ -125,12 +125,12 @@ def plan(
     if world is not None and not leave_one_out:
         _plan_world(Path(recipe), overrides or [], memory, world, given)
         return
-    from onetake import config
-    from onetake.forecast import Forecast, verdict
+    from onetake.forecast.memory import Forecast, verdict
     from onetake.language.recipe import LanguageRecipe
     from onetake.memory import device_memory, parse_bytes
-    from onetake.session import plan_lines
-    from onetake.train import device_of
+    from onetake.run import config
+    from onetake.run.session import plan_lines
+    from onetake.run.train import device_of
 
     with _errors_in_one_place():
         if world is not None:
@@ -172,7 +172,7 @@ def plan(
             table.add_row(*row, "; ".join(remarks))
         console.print(table)
         if loaded.activations is not None:
-            from onetake.verify import measured_plans
+            from onetake.run.verify import measured_plans
 
             for name, found in measured_plans(loaded, *_loaded(loaded), leave_one_out).items():
                 console.print(f"\nactivations: {loaded.activations}, measured {name}".rstrip())
@@ -182,8 +182,8 @@ def plan(
 
 
 def _plan_world(folder: Path, overrides: list[str], memory: str | None, world: int, given: dict[str, Any]) -> None:
+    from onetake.forecast.scaling import Machine, Profile, predictions, rescaled
     from onetake.memory import parse_bytes
-    from onetake.scaling import Machine, Profile, predictions, rescaled
 
     with _errors_in_one_place():
         limit = None if memory is None else parse_bytes(memory)
@@ -217,7 +217,7 @@ def _plan_world(folder: Path, overrides: list[str], memory: str | None, world: i
 def _loaded(recipe: Recipe) -> tuple[DiffusionPolicy, Task]:
     """The policy on its device, and the task whose prompts it takes."""
     from onetake.policies.diffusion import DiffusionPolicy
-    from onetake.train import device_of
+    from onetake.run.train import device_of
 
     policy = DiffusionPolicy.from_config(
         recipe.policy, recipe.pipeline_source, recipe.seed, with_reference=recipe.penalty is not None
@@ -234,7 +234,7 @@ def verify(recipe: RecipeArgument = DEFAULT_RECIPE, overrides: SetOption = None)
 
     For a language model it is the actions alone, on one micro-batch. Exit code 1 if one that must not change a gradient does.
     """
-    from onetake import config
+    from onetake.run import config
 
     with _errors_in_one_place():
         text = config.recipe_text(recipe)
@@ -242,8 +242,8 @@ def verify(recipe: RecipeArgument = DEFAULT_RECIPE, overrides: SetOption = None)
             _verify_language(text, overrides)
             return
         from onetake.policies import trainable
-        from onetake.verify import verify as compare
-        from onetake.verify import verify_actions
+        from onetake.run.verify import verify as compare
+        from onetake.run.verify import verify_actions
 
         every = [*(overrides or []), "execution=reweight"]  # all are run; this is the one that needs most
         loaded = config.load(text, every)
@@ -268,9 +268,9 @@ def verify(recipe: RecipeArgument = DEFAULT_RECIPE, overrides: SetOption = None)
 
 
 def _verify_language(text: str, overrides: list[str] | None) -> None:
-    from onetake import config
     from onetake.language.recipe import LanguageRecipe
     from onetake.language.run import verify_actions
+    from onetake.run import config
 
     loaded = config.load_any(text, overrides)
     assert isinstance(loaded, LanguageRecipe)
@@ -307,8 +307,8 @@ def sample(
     seed: int = 0,
 ) -> None:
     """Draw prompts with a checkpoint's weights on the plain pipeline."""
-    from onetake.records import Prompt
-    from onetake.session import draw
+    from onetake.core.records import Prompt
+    from onetake.run.session import draw
 
     asked = [Prompt(text, tuple(image or ())) for text in prompts]
     with _errors_in_one_place():
@@ -343,7 +343,7 @@ def recipes(context: typer.Context) -> None:
 @recipes_app.command("list")
 def list_recipes() -> None:
     """Names, each with the first line of its file."""
-    from onetake import config
+    from onetake.run import config
 
     table = Table.grid(padding=(0, 2))
     for name in config.recipe_names():
@@ -354,7 +354,7 @@ def list_recipes() -> None:
 @recipes_app.command()
 def show(name: str) -> None:
     """Print a recipe with every default filled in."""
-    from onetake import config
+    from onetake.run import config
 
     with _errors_in_one_place():
         console.print(config.dump(config.load_any(config.recipe_text(name))), markup=False, end="")
@@ -363,7 +363,7 @@ def show(name: str) -> None:
 @recipes_app.command()
 def copy(name: str, to: Path) -> None:
     """Copy a recipe's file, to edit it."""
-    from onetake import config
+    from onetake.run import config
 
     with _errors_in_one_place():
         if to.exists():

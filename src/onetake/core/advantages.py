@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from onetake.records import Config
+from onetake.core.records import Config
 
 ROUNDINGS = 2
 """Rounding steps, of a reward's dtype at its largest score in the group, by which equal scores may seem to differ. A score is

@@ -10,7 +10,7 @@ from pydantic import GetCoreSchemaHandler, SerializationInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from typing_extensions import get_protocol_members
 
-from onetake.records import Config, nearest
+from onetake.core.records import Config, nearest
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from onetake.objectives import Objective
-from onetake.records import MicroBatch, Rollout, Transition
+from onetake.core.objectives import Objective
+from onetake.core.records import MicroBatch, Rollout, Transition
 
 
 class Coefficients:

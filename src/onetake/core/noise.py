@@ -11,7 +11,7 @@ from hashlib import blake2b
 import torch
 from torch import Generator, Tensor
 
-from onetake.records import Address, MicroBatch
+from onetake.core.records import Address, MicroBatch
 
 
 def generator(*address: int | str) -> Generator:

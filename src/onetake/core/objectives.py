@@ -14,8 +14,8 @@ import torch
 from pydantic import BeforeValidator, Field
 from torch import Tensor
 
-from onetake.records import NAMED, Config, Transition
-from onetake.transitions import Kernel, gain
+from onetake.core.records import NAMED, Config, Transition
+from onetake.core.transitions import Kernel, gain
 
 EventWeights = Literal["uniform", "rectified", "noise_aware"]
 """Known factor of each event, normalised to mean 1 over the update's events. ``rectified`` divides by the temporal gain λ

@@ -14,9 +14,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from onetake.axes import Axis
-from onetake.noise import choice
-from onetake.records import Address, Config
+from onetake.core.axes import Axis
+from onetake.core.noise import choice
+from onetake.core.records import Address, Config
 
 Per = Literal["update", "group", "sample"]
 

@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from onetake.records import NAMED, Config
+from onetake.core.records import NAMED, Config
 
 
 class Affine(NamedTuple):

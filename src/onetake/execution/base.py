@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 import torch
 
-from onetake.coefficients import Coefficients
-from onetake.objectives import Kl
+from onetake.core.coefficients import Coefficients
+from onetake.core.objectives import Kl
+from onetake.core.records import MicroBatch, Rollout, Transition
 from onetake.policies import Observer, Policy
-from onetake.records import MicroBatch, Rollout, Transition
 
 
 class Execution(Protocol):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from onetake.coefficients import Coefficients
+from onetake.core.coefficients import Coefficients
+from onetake.core.objectives import Kl
+from onetake.core.records import MicroBatch, Rollout, Transition
 from onetake.execution.base import backpropagate, fresh
-from onetake.objectives import Kl
 from onetake.policies import Observer, Policy
-from onetake.records import MicroBatch, Rollout, Transition
 
 
 class Retain:

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from onetake.coefficients import Coefficients
+from onetake.core.coefficients import Coefficients
+from onetake.core.objectives import Kl
+from onetake.core.records import MicroBatch, Rollout, Transition
 from onetake.execution.bank import Bank
 from onetake.execution.base import fresh
-from onetake.objectives import Kl
 from onetake.policies import Observer, Policy, leaves
-from onetake.records import MicroBatch, Rollout, Transition
 
 
 class Reweight:

@@ -17,19 +17,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from onetake.coefficients import Coefficients
-from onetake.ema import Ema
-from onetake.evaluation import chosen_prompts
+from onetake.core.coefficients import Coefficients
+from onetake.core.records import Address, MicroBatch, Prompt, Transition
 from onetake.execution import EXECUTIONS, Execution
 from onetake.execution.bank import Bank
-from onetake.execution.sampling import sample
 from onetake.memory import LiveBytes, storage_bytes
-from onetake.optimizer import Optimizer
 from onetake.policies import Observer, Policy, trainable
 from onetake.policies.blank import NEEDS_DATA, NumbersAsZero, blank_policy
 from onetake.policies.prompts import KEPT
-from onetake.recipe import Recipe
-from onetake.records import Address, MicroBatch, Prompt, Transition
+from onetake.rollout.evaluation import chosen_prompts
+from onetake.rollout.sampling import sample
+from onetake.run.ema import Ema
+from onetake.run.optimizer import Optimizer
+from onetake.run.recipe import Recipe
 
 EVENTS = 2
 """Events that are run; the second finds what the first one kept, and its gradient."""

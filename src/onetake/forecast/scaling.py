@@ -14,18 +14,18 @@ from typing import Literal, get_args
 
 from torch import Tensor, nn
 
-from onetake import config
+from onetake.core.records import Address
 from onetake.execution import EXECUTIONS
-from onetake.forecast import Choice, Forecast
+from onetake.forecast.memory import Choice, Forecast
 from onetake.metrics import PHASES
 from onetake.parallel import Layout, LayoutKind
 from onetake.parallel.shard import blocks, buckets
 from onetake.policies import Policy, trainable
 from onetake.policies.adapters import adapter_parameters
 from onetake.policies.blank import blank_policy
-from onetake.recipe import Recipe
-from onetake.records import Address
 from onetake.report.run import load
+from onetake.run import config
+from onetake.run.recipe import Recipe
 
 LATENCY = 1e-4  # s to begin a collective
 SMALL = 10  # collectives of a few kilobytes: what the log says (32 bytes an event), digests, interruptions

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal, get_type_hints
 import torch
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
+from onetake.core.records import Config, nearest
 from onetake.language.sums import SumsTask
 from onetake.memory import parse_budget
-from onetake.records import Config, nearest
 
 SMOLLM2 = "smollm2"
 PACKAGES = {"trl": "trl", "reasoning_gym": "reasoning-gym"}

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from onetake.records import Config
+from onetake.core.records import Config
 from onetake.tasks.shapes.captions import in_split
 
 

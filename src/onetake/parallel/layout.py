@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from onetake.records import MicroBatch
+from onetake.core.records import MicroBatch
 
 LayoutKind = Literal["shared-prompt", "conventional"]
 

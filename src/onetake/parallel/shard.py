@@ -25,8 +25,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.utils._pytree import tree_map
 
+from onetake.core.records import Config
 from onetake.parallel.layout import Layout
-from onetake.records import Config
 
 Pair = tuple[DTensor, nn.Parameter]
 """A sharded parameter, and the whole tensor that it is gathered into for a forward: the leaf of its graphs."""

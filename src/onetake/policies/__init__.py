@@ -7,8 +7,8 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from onetake.records import Entry, MicroBatch, Transition
-from onetake.transitions import Kernel
+from onetake.core.records import Entry, MicroBatch, Transition
+from onetake.core.transitions import Kernel
 
 Observer = Callable[[Transition], None]
 

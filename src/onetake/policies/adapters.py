@@ -19,11 +19,11 @@ from pydantic import Field
 from safetensors.torch import load_file
 from torch import nn
 
-from onetake.noise import generator
+from onetake.core.noise import generator
+from onetake.core.records import NAMED, Config
 from onetake.parallel import ALONE, World
 from onetake.parallel.shard import FSDPModule, load_whole_state, whole_state
 from onetake.policies.families import Family, family_of, transformers_of, unused_parameters
-from onetake.records import NAMED, Config
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 

@@ -17,7 +17,9 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from onetake.noise import start_generators
+from onetake.core.noise import start_generators
+from onetake.core.records import Entry, MicroBatch, Prompt, Transition
+from onetake.core.transitions import Kernel
 from onetake.parallel.shard import DeviceMesh, shard
 from onetake.policies import Observer
 from onetake.policies.adapters import adapter_parameters, adapters_off
@@ -34,8 +36,6 @@ from onetake.policies.finish import DpmSolver
 from onetake.policies.loading import PolicyConfig, load_pipeline
 from onetake.policies.prompts import Embeddings, Offloaded
 from onetake.policies.scheduler import Finished, RolloutScheduler
-from onetake.records import Entry, MicroBatch, Prompt, Transition
-from onetake.transitions import Kernel
 
 
 class DiffusionPolicy:

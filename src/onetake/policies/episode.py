@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from onetake.noise import transition_noise
+from onetake.core.noise import transition_noise
+from onetake.core.records import Entry, MicroBatch, Transition
+from onetake.core.transitions import Kernel, Ode, log_prob, mean_std
 from onetake.policies import Observer
-from onetake.records import Entry, MicroBatch, Transition
-from onetake.transitions import Kernel, Ode, log_prob, mean_std
 
 
 @dataclass(kw_only=True)

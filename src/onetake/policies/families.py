@@ -18,7 +18,7 @@ from diffusers.models.cache_utils import CacheMixin
 from PIL.Image import Image
 from torch import Tensor, nn
 
-from onetake.records import Prompt
+from onetake.core.records import Prompt
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 """Names that diffusers gives to the linear layers of attention, image side and text side."""

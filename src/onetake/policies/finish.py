@@ -9,7 +9,7 @@ from diffusers.schedulers.scheduling_dpmsolver_multistep import DPMSolverMultist
 from pydantic import Field
 from torch import Tensor
 
-from onetake.records import NAMED, Config
+from onetake.core.records import NAMED, Config
 
 
 class Euler(Config):

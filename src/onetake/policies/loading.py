@@ -10,12 +10,12 @@ from diffusers.utils.logging import disable_progress_bar
 from pydantic import Field
 from torch import nn
 
+from onetake.core.records import Config
+from onetake.core.transitions import Flow, StochasticKernel
 from onetake.policies.adapters import Lora, Trainable
 from onetake.policies.families import transformers_of
 from onetake.policies.finish import Euler, Finish
 from onetake.policies.switches import SWITCH, Compile, Vae, attention_problem, use_attention
-from onetake.records import Config
-from onetake.transitions import Flow, StochasticKernel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

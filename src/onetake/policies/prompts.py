@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from onetake.records import Prompt
+from onetake.core.records import Prompt
 
 KEPT = 512
 """Prompts whose embeddings are kept, the latest used, in CPU memory: 2 GiB of FLUX.1's."""

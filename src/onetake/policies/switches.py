@@ -10,7 +10,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName
 from diffusers.models.attention_processor import Attention
 from pydantic import BeforeValidator, Field
 
-from onetake.records import Config
+from onetake.core.records import Config
 
 COMPILED_VARIANTS = 64
 """Graphs that torch may keep for one block: with and without gradients or adapters, times every shape. Its own limit is 8."""

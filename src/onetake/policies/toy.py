@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from onetake.noise import generator, start_generators
+from onetake.core.noise import generator, start_generators
+from onetake.core.records import Entry, MicroBatch, Transition
+from onetake.core.transitions import Kernel
 from onetake.policies import Observer
 from onetake.policies.episode import Episode
-from onetake.records import Entry, MicroBatch, Transition
-from onetake.transitions import Kernel
 
 
 class ToyVelocity(nn.Module):

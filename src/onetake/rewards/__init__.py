@@ -19,8 +19,8 @@ from pydantic import ConfigDict, ValidationError
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from onetake.axes import imported
-from onetake.records import Config, Prompt, nearest
+from onetake.core.axes import imported
+from onetake.core.records import Config, Prompt, nearest
 from onetake.rewards import http
 from onetake.rewards.clip import ClipScore, pickscore
 from onetake.rewards.http import HttpReward

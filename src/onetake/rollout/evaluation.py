@@ -14,9 +14,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from onetake.core.records import Address, Config, MicroBatch, Prompt
 from onetake.parallel import ALONE, World
 from onetake.policies import Policy
-from onetake.records import Address, Config, MicroBatch, Prompt
 from onetake.tasks import Task
 
 

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from onetake.coefficients import Coefficients
+from onetake.core.coefficients import Coefficients
+from onetake.core.noise import generator
+from onetake.core.records import MicroBatch, Rollout, Transition
 from onetake.execution.base import Execution
-from onetake.execution.compare_gradients import Rounding
-from onetake.noise import generator
 from onetake.policies import Policy, leaves
-from onetake.records import MicroBatch, Rollout, Transition
+from onetake.rollout.compare_gradients import Rounding
 
 Repetition = Sequence[tuple[Tensor, float]]
 """Factors (B,) of an event's cotangents, each with the number that multiplies its gradient, so that they sum to the whole."""

@@ -18,17 +18,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from onetake.coefficients import Coefficients
+from onetake.core.coefficients import Coefficients
+from onetake.core.noise import generator
+from onetake.core.objectives import Kl, Objective
+from onetake.core.records import Entry, MicroBatch, Rollout, Transition
 from onetake.execution.base import Execution
-from onetake.execution.compare_gradients import Verdict, judge_all, relative_error
-from onetake.execution.native import Native, by_rows, set_aside
 from onetake.execution.recompute import Recompute
-from onetake.execution.sampling import sample
-from onetake.noise import generator
-from onetake.objectives import Kl, Objective
 from onetake.parallel.shard import DTensor
 from onetake.policies import Policy, leaves, trainable
-from onetake.records import Entry, MicroBatch, Rollout, Transition
+from onetake.rollout.compare_gradients import Verdict, judge_all, relative_error
+from onetake.rollout.native import Native, by_rows, set_aside
+from onetake.rollout.sampling import sample
 
 DRAWS = 8
 """Repetitions of each event's gradient that measure its rounding where one makes a gradient look wrong."""

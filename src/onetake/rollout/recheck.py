@@ -7,14 +7,14 @@ own gradient is not computed again, and stays what it would have been.
 
 from __future__ import annotations
 
-from onetake.coefficients import Coefficients
+from onetake.core.coefficients import Coefficients
+from onetake.core.objectives import Objective
+from onetake.core.records import Rollout
 from onetake.execution.base import Execution
-from onetake.execution.compare_gradients import Verdict
-from onetake.execution.native import Native, scaled, set_aside
-from onetake.execution.preflight import PreflightError, held_against, taken_gradients, unreached_models
-from onetake.objectives import Objective
 from onetake.policies import Policy, leaves
-from onetake.records import Rollout
+from onetake.rollout.compare_gradients import Verdict
+from onetake.rollout.native import Native, scaled, set_aside
+from onetake.rollout.preflight import PreflightError, held_against, taken_gradients, unreached_models
 
 COST = 3.0
 """Updates that comparing every micro-batch of an update would take, at most: each selected event runs forward and backward twice

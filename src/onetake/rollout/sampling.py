@@ -9,15 +9,15 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from onetake.advantages import Advantages, step_of
+from onetake.core.advantages import Advantages, step_of
+from onetake.core.noise import choice, prompt_indices
+from onetake.core.objectives import Kl, Objective
+from onetake.core.records import Address, Config, MicroBatch, Prompt, Rollout, Transition
+from onetake.core.selection import Selection
 from onetake.execution.base import Execution
-from onetake.noise import choice, prompt_indices
-from onetake.objectives import Kl, Objective
 from onetake.parallel import ALONE, Layout, LayoutKind, World
 from onetake.policies import Policy
-from onetake.records import Address, Config, MicroBatch, Prompt, Rollout, Transition
 from onetake.rewards import Rewards
-from onetake.selection import Selection
 
 
 class RolloutConfig(Config):

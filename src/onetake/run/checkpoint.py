@@ -15,9 +15,9 @@ from pydantic import Field
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from onetake.core.records import Config
 from onetake.parallel import ALONE, World
 from onetake.parallel.shard import DTensor, load_shards, save_shards
-from onetake.records import Config
 
 
 class CheckpointConfig(Config):

@@ -9,11 +9,11 @@ from typing import Any, cast, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from onetake.axes import Axis
+from onetake.core.axes import Axis
+from onetake.core.records import nearest
 from onetake.language.recipe import LanguageRecipe
-from onetake.recipe import Recipe
-from onetake.records import nearest
 from onetake.report.text import flatten
+from onetake.run.recipe import Recipe
 
 
 class RecipeError(ValueError):

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from onetake.records import Config
+from onetake.core.records import Config
 
 
 class EmaConfig(Config):

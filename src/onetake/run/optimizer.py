@@ -9,8 +9,8 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from onetake.core.records import Config
 from onetake.parallel.shard import placed, total_norm
-from onetake.records import Config
 
 
 class OptimizerConfig(Config):

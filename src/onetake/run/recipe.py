@@ -8,19 +8,19 @@ from typing import Literal
 
 from pydantic import Field
 
-from onetake.advantages import Advantages
-from onetake.checkpoint import CheckpointConfig
-from onetake.ema import EmaConfig
-from onetake.evaluation import EvaluationConfig
-from onetake.execution.recheck import default_interval
-from onetake.execution.sampling import RolloutConfig
+from onetake.core.advantages import Advantages
+from onetake.core.objectives import Grpo, Kl, ObjectiveConfig
+from onetake.core.records import Config
+from onetake.core.selection import All, Selection
 from onetake.memory import parse_budget
-from onetake.objectives import Grpo, Kl, ObjectiveConfig
-from onetake.optimizer import OptimizerConfig
 from onetake.parallel import ParallelConfig
 from onetake.policies.loading import PolicyConfig
-from onetake.records import Config
-from onetake.selection import All, Selection
+from onetake.rollout.evaluation import EvaluationConfig
+from onetake.rollout.recheck import default_interval
+from onetake.rollout.sampling import RolloutConfig
+from onetake.run.checkpoint import CheckpointConfig
+from onetake.run.ema import EmaConfig
+from onetake.run.optimizer import OptimizerConfig
 from onetake.tasks import BASES, ShapesTask, TaskConfig
 
 

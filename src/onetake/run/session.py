@@ -19,22 +19,22 @@ from PIL.Image import Image
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from onetake import config
-from onetake.axes import kind_of
-from onetake.checkpoint import Checkpoint, Checkpoints, read
-from onetake.evaluation import Evaluation
-from onetake.execution.preflight import Preflight
+from onetake.core.axes import kind_of
+from onetake.core.records import Address, Prompt
 from onetake.language.recipe import LanguageRecipe
 from onetake.parallel import ALONE, World
 from onetake.parallel.launch import may_restart, restarted
 from onetake.policies.adapters import apply_weights
 from onetake.policies.diffusion import DiffusionPolicy
 from onetake.policies.loading import load_pipeline
-from onetake.recipe import Recipe
-from onetake.records import Address, Prompt
 from onetake.report import write
-from onetake.train import Outcome, Watcher, device_of
-from onetake.train import train as train_recipe
+from onetake.rollout.evaluation import Evaluation
+from onetake.rollout.preflight import Preflight
+from onetake.run import config
+from onetake.run.checkpoint import Checkpoint, Checkpoints, read
+from onetake.run.recipe import Recipe
+from onetake.run.train import Outcome, Watcher, device_of
+from onetake.run.train import train as train_recipe
 
 
 @dataclass(frozen=True, kw_only=True)

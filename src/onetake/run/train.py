@@ -12,26 +12,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onetake import evaluation
 from onetake.activations.recoveries import Recoveries
-from onetake.advantages import dead_groups
 from onetake.allocator import keep_freed_memory
-from onetake.checkpoint import Checkpoint, Checkpoints, State
-from onetake.coefficients import Coefficients
-from onetake.ema import Ema
-from onetake.evaluation import Evaluation, evaluate
+from onetake.core.advantages import dead_groups
+from onetake.core.coefficients import Coefficients
+from onetake.core.records import Address, MicroBatch, Rollout
 from onetake.execution import EXECUTIONS, Execution, Recompute
-from onetake.execution.preflight import Preflight, preflight
-from onetake.execution.recheck import drifted, recheck
-from onetake.execution.sampling import deal, redeal, sample, score
 from onetake.memory import peak_mib, peak_rss_mib
 from onetake.metrics import Elapsed, Log, Stopwatch
-from onetake.optimizer import Optimizer
 from onetake.parallel import ALONE, World
 from onetake.policies import leaves, trainable
 from onetake.policies.diffusion import DiffusionPolicy
-from onetake.recipe import Recipe
-from onetake.records import Address, MicroBatch, Rollout
+from onetake.rollout import evaluation
+from onetake.rollout.evaluation import Evaluation, evaluate
+from onetake.rollout.preflight import Preflight, preflight
+from onetake.rollout.recheck import drifted, recheck
+from onetake.rollout.sampling import deal, redeal, sample, score
+from onetake.run.checkpoint import Checkpoint, Checkpoints, State
+from onetake.run.ema import Ema
+from onetake.run.optimizer import Optimizer
+from onetake.run.recipe import Recipe
 from onetake.tasks import Task
 
 

@@ -14,14 +14,14 @@ from onetake.activations.joint import leave_one_out
 from onetake.activations.plan import Plan
 from onetake.activations.recoveries import Recoveries
 from onetake.allocator import keep_freed_memory
-from onetake.coefficients import Coefficients
+from onetake.core.coefficients import Coefficients
+from onetake.core.records import Address
 from onetake.execution import EXECUTIONS, Recompute
-from onetake.execution.preflight import preflight
-from onetake.execution.sampling import deal, sample, score
 from onetake.memory import PeakMemory
 from onetake.policies import Policy, trainable
-from onetake.recipe import Recipe
-from onetake.records import Address
+from onetake.rollout.preflight import preflight
+from onetake.rollout.sampling import deal, sample, score
+from onetake.run.recipe import Recipe
 from onetake.tasks import Task
 
 

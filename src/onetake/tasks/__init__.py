@@ -13,8 +13,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from onetake.axes import Axis
-from onetake.records import Config, Prompt
+from onetake.core.axes import Axis
+from onetake.core.records import Config, Prompt
 from onetake.rewards import Background, Rewards, Weights, load_rewards
 from onetake.tasks.motion.captions import prompts as motion_prompts
 from onetake.tasks.motion.verify import verify as verify_clip

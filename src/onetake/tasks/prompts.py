@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from PIL import Image, UnidentifiedImageError
 from pydantic import BeforeValidator, Field, StringConstraints, ValidationError
 
-from onetake.records import Config, Prompt, nearest
+from onetake.core.records import Config, Prompt, nearest
 
 TOLD = 10
 """Problems of a file that are told one by one."""
