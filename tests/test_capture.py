@@ -234,7 +234,7 @@ def test_19_memory_returns_after_an_aborted_backward(actions):
         gc.enable()
 
 
-@pytest.mark.parametrize("actions", ["HHHH", "EEEE", "AAAA", "PPPP", "LLLL"])
+@pytest.mark.parametrize("actions", ["HHHH", "EEEE", "AAAA", "PPPP", "LLLL", "RRRR"])
 def test_a_graph_kept_for_a_second_backward_gives_the_same_again(actions):
     model = decoder()
     planned(model, actions)

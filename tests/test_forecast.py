@@ -69,7 +69,7 @@ class Measured:
             optimizer = Optimizer(recipe.optimizer, parameters)
             ema = Ema(recipe.ema, parameters) if recipe.ema else None
             for parameter in parameters.values():
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.full_like(parameter, 1e-6)  # of zeros no step is taken
             optimizer.step(0)
             self.trained = storage_bytes(parameters.values()) + memory.now
             address = Address(seed=recipe.seed, stream="train", update=0)

@@ -68,7 +68,7 @@ class Capture:
         unit.region = weakref.ref(region)
         forward = region.forward(arguments)
         del region  # its slots hold it
-        output = checkpoint(function, *args, use_reentrant=False, context_fn=lambda: (forward, unit.replaying()))
+        output = checkpoint(function, *args, use_reentrant=False, context_fn=lambda: (forward, unit))
         if unit.executed == Action.RECOMPUTE:
             unit.region = None
         if self.probe is not None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,10 +36,12 @@ class Unit:
         None  # what its forward changes beside its result, in words; None if that was not surveyed yet
     )
 
-    @contextmanager
-    def replaying(self) -> Iterator[None]:
+    def __enter__(self) -> None:
+        """Around a replay, of which a graph that is kept for several backwards has several."""
         self.replays += 1
-        yield
+
+    def __exit__(self, *of_error: object) -> None:
+        pass
 
 
 Templates = dict[Any, Template | None]

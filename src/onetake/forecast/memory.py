@@ -23,7 +23,7 @@ from onetake.execution import EXECUTIONS, Execution
 from onetake.execution.bank import Bank
 from onetake.memory import LiveBytes, storage_bytes
 from onetake.policies import Observer, Policy, trainable
-from onetake.policies.blank import NEEDS_DATA, NumbersAsZero, blank_policy
+from onetake.policies.blank import NEEDS_DATA, NumbersAsOne, blank_policy
 from onetake.policies.prompts import KEPT
 from onetake.rollout.evaluation import chosen_prompts
 from onetake.rollout.sampling import sample
@@ -187,7 +187,7 @@ class _DryRun:
         self.trained = self.weights + self.memory.now
 
     def _step(self) -> None:
-        with NumbersAsZero():
+        with NumbersAsOne():
             self.optimizer.step(0)
 
     @property

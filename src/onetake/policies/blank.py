@@ -41,12 +41,12 @@ def _places(index: Tensor | None) -> tuple[Tensor | None, ...]:
     return index.nonzero(as_tuple=True)
 
 
-class NumbersAsZero(TorchDispatchMode):
-    """Inside, a number asked of a tensor without data is 0: for arithmetic whose shapes depend on no number."""
+class NumbersAsOne(TorchDispatchMode):
+    """Inside, a number asked of a tensor without data is 1: for arithmetic whose shapes depend on it only where it is zero."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            return 0.0
+            return 1.0
         return func(*args, **(kwargs or {}))
 
 
